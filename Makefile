@@ -37,7 +37,7 @@ ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
 .PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
   smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick \
-  pd smoke-pd test-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup fmt lint sizes type \
+  pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup fmt lint sizes type \
   contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
@@ -138,6 +138,9 @@ smoke-pd: $(PD_STAMP)  ## a prompt computed on one API server and decoded on ano
 
 test-pd: $(PD_STAMP)  ## two API servers, one that prefills and one that decodes, behind vllm-router and a small proxy
 	$(ENGINES)/bin/python $(RUN_TESTS) --pd tests/engines/pd $(PYTEST_ARGS)
+
+bench-pd: $(PD_STAMP)  ## prefill and decode on two engines: the wait, the first token, goodput beside two plain ones
+	$(ENGINES)/bin/python tools/bench_pd.py $(BENCH_ARGS)
 
 # Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this
 # one.

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvbm.assembly import NATIVE
+from kvbm.config import (
+    HbmSettings,
+    HostSettings,
+    InstanceSettings,
+    JournalSettings,
+    NatsSettings,
+    NvmeSettings,
+    OnboardSettings,
+    PoolsSettings,
+    Settings,
+)
 from kvbm.core.checksum import crc32c
 from kvbm.core.ids import Namespace, Tier, split_slots
 from kvbm.engines.vllm.metadata import Answers, HostShare, Job, StepPlan, StoredPart
@@ -28,6 +41,22 @@ FULL = [KvGroup(0, BLOCK_TOKENS, BLOCK_TOKENS)]
 STATES = [FULL[0], KvGroup(1, BLOCK_TOKENS, BLOCK_TOKENS, window_blocks=1, is_state=True)]
 DRAFTED = [FULL[0]._replace(has_draft=True)]
 HYBRID = [KvGroup(0, BLOCK_TOKENS, BLOCK_TOKENS), KvGroup(1, BLOCK_TOKENS, BLOCK_TOKENS, window_blocks=2)]
+
+
+def engine_settings(folder: Path, host_slots: int, nvme_slots: int) -> Settings:
+    """Of a manager whose engine owns HBM: no stream, no catalog."""
+    return replace(
+        Settings(),
+        instance=InstanceSettings(id="e", data_dir=str(folder)),
+        pools=PoolsSettings(
+            hbm=HbmSettings(owner="engine", slots=HBM_BLOCKS),
+            host=HostSettings(slots=host_slots),
+            nvme=NvmeSettings(slots=nvme_slots),
+        ),
+        nats=NatsSettings(enabled=False),
+        journal=JournalSettings(in_memory=not nvme_slots),
+        onboard=OnboardSettings(wait_s=WAIT_S, locate_s=WAIT_S),
+    )
 
 
 class Block:

@@ -34,6 +34,8 @@ def pack_ours(folder: Path) -> Path:
         for package in ("kvbm", "kvbm_ledger")
         for path in (ROOT / package).rglob("*.py")
     }
+    for path in (ROOT / "migrations").rglob("*.py"):
+        files[f"kvbm/{path.relative_to(ROOT)}"] = path.read_bytes()
     native = Path(str(kvbm._native.__file__))
     files[f"kvbm/{native.name}"] = native.read_bytes()
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}

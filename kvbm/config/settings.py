@@ -507,8 +507,8 @@ class HandoffSettings(SettingsGroup, frozen=True):
         tenant_in_salt: where a request's `kv_transfer_params` name no tenant, the beginning of its `cache_salt` does,
             up to the first "/": proxies replace what clients write to the former. Let a gateway write both, not
             clients.
-        keep_s: so long an engine keeps the blocks of what it has answered before others, for its next turn; a request
-            may say another time, by `kvbm.keep_s` in its `kv_transfer_params`. 0: of those alone that say so.
+        keep_s: how long the blocks of an answered request stay in HOST when others are evicted, for its next turn; a
+            request may say another time, by `kvbm.keep_s` in its `kv_transfer_params`. 0: only where it does.
         keep_most_s: no request keeps blocks for longer.
     """
 
@@ -517,7 +517,7 @@ class HandoffSettings(SettingsGroup, frozen=True):
     ttl_s: Seconds = 60.0
     tenant_in_salt: bool = False
     keep_s: SecondsOrZero = 0.0
-    keep_most_s: LongSecondsOrZero = 3600.0
+    keep_most_s: LongSecondsOrZero = 600.0
 
 
 class ErasureSettings(SettingsGroup, frozen=True):

@@ -77,6 +77,7 @@ from kvbm.streams.base import Heartbeat, Load, Position
 
 _STAGING_BYTES = 64 << 20
 _TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most
+_LONGEST_KEEP_S = 1e12  # what is kept for longer is kept for ever
 _MOST_LOAD = (1 << 63) - 1  # that a heartbeat can say
 _DEFAULTS = ManagerOptions()
 
@@ -329,7 +330,8 @@ class BlockManager:
             ttl_s: for how long from now on. priority: 0 to 100.
             namespace: whose blocks count; None: everybody's.
             until_read: or until another instance has read them, whichever comes first.
-            most: blocks of the tier that are kept; the run is cut before one that would be too many. None: no bound.
+            most: blocks of the tier that may be kept; the run is cut before one that would be too many. A tenant with a
+                quota of the tier may have half of that kept or pinned. None: no bound.
         Returns: how many of the run are there, up to where it is cut.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
@@ -606,7 +608,8 @@ class BlockManager:
         check_flag(until_read, "until_read")
         most = None if most is None else checked_int(most, "most", most=MOST_BLOCKS)
         priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
-        return KeepRule(self._clock() + ttl_s, priority, until_read, most)
+        until_s = math.inf if ttl_s >= _LONGEST_KEEP_S else self._clock() + ttl_s
+        return KeepRule(until_s, priority, until_read, most)
 
     def _keep_locked(self, hashes: bytes, rule: KeepRule, namespace: NamespaceId | None) -> int:
         kept = self._ledger.keep(

@@ -385,8 +385,9 @@ class EngineHbmManager(BlockManager):
         rule = self._checked_keep(ttl_s, priority, until_read, most)
         with self._lock:
             self._stream.require_open_locked()
-            if store.copy.id in self._copies.stores:
-                self._copies.stores[store.copy.id] = rule
+            stores = self._copies.stores
+            if (id := store.copy.id) in stores:
+                stores[id] = rule if (before := stores[id]) is None else before.joined(rule)
 
     def refresh(self, hashes: bytes, namespace: NamespaceId | None = None) -> None:
         """A request that used this chain is over: in HOST its beginning counts as used last, its deepest block before

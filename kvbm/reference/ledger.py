@@ -403,15 +403,16 @@ class Ledger:
 
         They do not count as evictable. Where an allocation would be short all the same they are given up: lowest
         priority first, then the earliest time, then the lowest slot; priority 100 never. To be kept is a use of a block
-        that was evictable. Keeping a block again takes the later time and the higher priority, and waits for no reader
-        unless both do.
+        that was evictable. Keeping a block again takes the later time and the higher priority, and a reader
+        ends it only where both said so.
 
         Args:
             until_s: on the clock that `expire` is told.
             priority: 0 to 100.
             namespace: whose blocks count; None: everybody's.
             until_read: or until a reader gives them back, by `unpin`.
-            most: blocks of the tier that are kept; the run is cut before one that would be too many. None: no bound.
+            most: blocks of the tier that may be kept; the run is cut before one that would be too many. A tenant with a
+                quota of the tier may have half of that kept or pinned. None: no bound.
         Returns: how many of the run are held, up to where it is cut.
         Raises: LedgerError: a priority that does not exist, a time that is none, or the tier has no slots.
         """
@@ -425,7 +426,8 @@ class Ledger:
         for block in split_hashes(hashes):
             entry = held.get(block)
             if entry is not None and entry.slot is not None and namespace in (None, entry.namespace):
-                if most is not None and entry.slot not in state.kept and len(state.kept) >= most:
+                is_bounded = most is not None and entry.slot not in state.kept
+                if is_bounded and (len(state.kept) >= (most or 0) or self._allocator.holds_half(tier, entry.namespace)):
                     break
                 state.keep(block, entry.slot, until_s, priority, until_read)
                 count += 1

@@ -145,6 +145,12 @@ class SlotAllocator:
         coming = sum(count for of, count in arriving.items() if self._share(of) == share)
         return quota - state.fair.held[share] - coming
 
+    def holds_half(self, tier: Tier, namespace: NamespaceId) -> bool:
+        """Whether half of the quota of a namespace's tenant is kept or pinned; False where there is no quota."""
+        fair, share = self.tiers[tier].fair, self._share(namespace)
+        quota = self.shares[share].quota_slots.get(tier) if self.shares else None
+        return fair is not None and quota is not None and 2 * (fair.held[share] - fair.evictable(share)) >= quota
+
     def own_evictable(self, tier: Tier, namespace: NamespaceId) -> int:
         """How many blocks of a namespace's tenant may give way; 0 where there are no shares."""
         fair = self.tiers[tier].fair

@@ -19,7 +19,7 @@ from kvbm.core.results import HIGHEST_PRIORITY
 
 
 class _Kept(NamedTuple):
-    """What `keep` has said of a block. The block with the least of these is given up first."""
+    """What `keep` has said of a block. The block of the lowest priority is given up first, then of the earliest end."""
 
     priority: int
     until_s: float
@@ -189,11 +189,10 @@ class TierSlots:
             named[slot] += 1
             if self.pins.get(slot, 0) < named[slot]:
                 raise self._slot_error(slot, "is not pinned, so it cannot be unpinned")
-        for slot in slots:
-            if read and slot in self.kept and self.kept[slot].until_read:
-                del self.kept[slot]
         for slot in reversed(slots):
             left = self.pins[slot] - 1
+            if read and slot in self.kept and self.kept[slot].until_read:
+                del self.kept[slot]
             if left:
                 self.pins[slot] = left
                 continue
@@ -207,8 +206,8 @@ class TierSlots:
                 self.free.append(slot)
 
     def keep(self, block: SequenceHash, slot: int, until_s: float, priority: int, until_read: bool) -> None:
-        """Keep a held block; a repetition takes the later time and the higher priority, and waits for a reader only
-        where both do.
+        """Keep a held block; a repetition takes the later time and the higher priority, and a reader ends it only where
+        both said so.
         """
         if self._is_evictable(slot):
             self.policy.hold(block)
@@ -230,7 +229,7 @@ class TierSlots:
     def yielding(self) -> list[int]:
         """Slots whose kept blocks are given up when an allocation would be short, the first to go first."""
         slots = [s for s, kept in self.kept.items() if s not in self.pins and kept.priority < HIGHEST_PRIORITY]
-        return sorted(slots, key=lambda slot: (self.kept[slot], slot))
+        return sorted(slots, key=lambda slot: (self.kept[slot].priority, self.kept[slot].until_s, slot))
 
     def _is_evictable(self, slot: int) -> bool:
         return slot not in self.pins and slot not in self.kept

@@ -621,7 +621,8 @@ std::size_t Ledger::keep(Tier tier, Bytes hashes, double until_s, std::int64_t p
   const Whose whose(recorder_.fold().namespaces(), namespace_id);
   for (std::size_t at = 0; at < blocks; ++at) {
     if (const std::uint32_t slot = state.find(hash_at(hashes, at)); slot != kNoSlot && whose.has(state, slot)) {
-      if (most && state.slot(slot).priority == kNotKept && state.kept_count() >= *most) {
+      if (most && state.slot(slot).priority == kNotKept &&
+          (state.kept_count() >= *most || allocator_.holds_half(state, slot))) {
         break;
       }
       state.keep(slot, until_s, static_cast<std::uint8_t>(priority), until_read);

@@ -8,7 +8,7 @@ void Loan::cut(std::size_t depth) noexcept {
   if (lender_ == nullptr || depth >= slots_.size()) {
     return;
   }
-  lender_->give_back(std::span(tiers_).subspan(depth), std::span(slots_).subspan(depth));
+  lender_->give_back(std::span(tiers_).subspan(depth), std::span(slots_).subspan(depth), is_read_);
   tiers_.resize(depth);
   slots_.resize(depth);
 }
@@ -48,10 +48,10 @@ std::uint64_t Lender::epoch() const {
   return ledger_.epoch();
 }
 
-void Lender::give_back(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots) noexcept {
+void Lender::give_back(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots, bool read) noexcept {
   const std::lock_guard held(lock_);
   try {
-    unpin(tiers, slots, true);
+    unpin(tiers, slots, read);
   } catch (...) {  // nothing a destructor could do
     refused_.fetch_add(slots.size(), std::memory_order_relaxed);
   }

@@ -358,6 +358,7 @@ void PeerConnection::grant_bytes(const PeerAsk& ask, const NamespaceId& namespac
              .slots = packed_u32s(run.loan.slots()),
              .checksums = packed_u32s(std::span(run.checksums).first(depth))},
             run, deadline);
+  run.loan.mark_read();
   checkable_ = depth;
   auto& sent = is_unix_ ? owner_.counts.unix_bytes : owner_.counts.tcp_bytes;
   sent.fetch_add(depth * owner_.host.block_bytes, std::memory_order_relaxed);
@@ -456,6 +457,9 @@ void PeerConnection::end(const PeerEnd& end) {
     checkable_ = most;
     ended = leases_.end(end.lease);
     most = ended ? ended->depth() : 0;
+    if (ended && hash_count(end.hashes) == 0) {
+      ended->mark_read();
+    }
   }
   const std::optional<Opened>& opened = opened_[end.handle];
   if (!opened) {

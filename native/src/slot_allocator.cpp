@@ -81,6 +81,17 @@ std::uint32_t SlotAllocator::share_of(Recorder& recorder, const NamespaceId& nam
   return index < share_of_->size() ? (*share_of_)[index] : static_cast<std::uint32_t>(shares_.size() - 1);
 }
 
+bool SlotAllocator::holds_half(const TierSlots& tier, std::uint32_t slot) const noexcept {
+  if (shares_.empty()) {
+    return false;
+  }
+  const std::uint32_t index = tier.owner_of(slot);
+  const std::size_t share = index < share_of_->size() ? (*share_of_)[index] : shares_.size() - 1;
+  const std::uint32_t quota = shares_[share].quota[static_cast<std::size_t>(tier.tier())];
+  const ShareCounts counts = tier.counts_of(static_cast<std::uint32_t>(share));
+  return quota != kNoQuota && 2 * (counts.held - counts.evictable) >= quota;
+}
+
 std::int64_t SlotAllocator::quota_left(const TierSlots& tier, std::uint32_t share,
                                        std::size_t arriving) const noexcept {
   const std::uint32_t quota = shares_[share].quota[static_cast<std::size_t>(tier.tier())];

@@ -179,10 +179,11 @@ void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority, 
   Slot& block = slots_[slot];
   const bool was_kept = block.priority != kNotKept;
   if (was_kept) {
-    block.until_read = block.until_read && until_read;
+    until_read = until_read && block.until_read;
     until_s = std::max(until_s, block.kept_until_s);
     priority = std::max(priority, block.priority);
     if (until_s == block.kept_until_s && priority == block.priority) {
+      block.until_read = until_read;
       return;
     }
   }
@@ -204,9 +205,7 @@ void TierSlots::keep(std::uint32_t slot, double until_s, std::uint8_t priority, 
   } else if (block.pins == 0) {
     policy_->hold(slot);
   }
-  if (!was_kept) {
-    block.until_read = until_read;
-  }
+  block.until_read = until_read;
   block.kept_until_s = until_s;
   block.priority = priority;
   yielding_ += yields(block) ? 1 : 0;

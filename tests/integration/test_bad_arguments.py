@@ -79,6 +79,8 @@ BAD: dict[str, list[Bad]] = {
     "timeout_s": [*_SECONDS, (None, TYPE), (INF, VALUE)],
     "ttl_s": [*_SECONDS, (None, TYPE)],
     "priority": [*_NUMBERS, (101, VALUE)],
+    "until_read": [(None, TYPE), (1, TYPE), ("yes", TYPE)],
+    "most": _NUMBERS,
     "tier": [(None, TYPE), ("HBM", TYPE), (0, TYPE)],
     "reason": [(None, TYPE), ("cleared", TYPE), (0, TYPE)],
     "queued_tokens": [*_NUMBERS, (1 << 63, VALUE)],
@@ -183,7 +185,14 @@ def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             },
             "unpin": {"slots": slots[:2], "stream": None},
             "release": {"slots": allocated, "stream": None},
-            "keep": {"hashes": CREATED, "ttl_s": 1.0, "priority": 1, "namespace": SPACE.id},
+            "keep": {
+                "hashes": CREATED,
+                "ttl_s": 1.0,
+                "priority": 1,
+                "namespace": SPACE.id,
+                "until_read": False,
+                "most": None,
+            },
             "evict": {"tier": kvbm.Tier.HBM, "hashes": CREATED, "reason": EvictReason.CLEARED},
             "claim": run,
             "withdraw": run | {"reason": EvictReason.MISSING},
@@ -222,6 +231,7 @@ def owning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
                 "storable": {"namespace": SPACE.id, "start": 0, "count": 1},
                 "begin_store": chain | {"uses": 1},
                 "end_store": {"store": store, "arrived": [True, True], "checksums": np.zeros(2, np.uint32)},
+                "keep_stored": {"store": store, "ttl_s": 1.0, "priority": 1, "until_read": False, "most": None},
                 "refresh": {"hashes": CREATED, "namespace": SPACE.id},
             },
         )
@@ -287,6 +297,7 @@ OWNING_METHODS = [
     "storable",
     "begin_store",
     "end_store",
+    "keep_stored",
     "refresh",
 ]
 

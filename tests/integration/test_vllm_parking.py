@@ -15,16 +15,30 @@ from kvbm.engines.vllm.handoff import KEEP_KEY, HandoffRules, kept_s
 from kvbm.engines.vllm.requests import KvGroup
 from kvbm.engines.vllm.roles import EngineRole
 from tests.eventually import eventually
-from tests.integration.test_vllm_scheduler import settings
-from tests.vllm_script import BLOCK_BYTES, BLOCK_TOKENS, FULL, HYBRID, STATES, Engine, Request, bytes_of
+from tests.vllm_script import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    FULL,
+    HYBRID,
+    STATES,
+    Engine,
+    Request,
+    bytes_of,
+    engine_settings,
+)
 
 PROMPT = list(range(33))  # 8 blocks and a token
 LONG_S = 3600.0
 
 
-def engine_of(folder: Path, groups: list[KvGroup], rules: HandoffRules = HandoffRules()) -> Engine:  # noqa: B008  # frozen
+def engine_of(
+    folder: Path,
+    groups: list[KvGroup],
+    rules: HandoffRules = HandoffRules(),  # noqa: B008  # frozen
+    host_slots: int = 32,
+) -> Engine:
     spaces = [Namespace(model="m", revision="r1", block_tokens=BLOCK_TOKENS, kv_group=group.id) for group in groups]
-    manager = open_engine_manager(settings(folder, 32, 0), spaces, BLOCK_BYTES, "vllm")
+    manager = open_engine_manager(engine_settings(folder, host_slots, 0), spaces, BLOCK_BYTES, "vllm")
     return Engine(manager, groups, spaces, EngineRole(handoff=rules))
 
 
@@ -110,7 +124,7 @@ def test_how_long_is_bounded_and_what_is_no_time_is_not_said(said: Any) -> None:
 
 @pytest.mark.parametrize("groups", [FULL, HYBRID, STATES], ids=["full", "window", "states"])
 def test_of_each_group_what_goes_on_needs_is_kept(tmp_path: Path, groups: list[KvGroup]) -> None:
-    engine = engine_of(tmp_path, groups)
+    engine = engine_of(tmp_path, groups, host_slots=64)
     with engine.manager:
         answered(engine, PROMPT, {KEEP_KEY: LONG_S})
         assert kept(engine) == 8 + (2 if groups is HYBRID else 0)
@@ -120,6 +134,14 @@ def test_of_each_group_what_goes_on_needs_is_kept(tmp_path: Path, groups: list[K
 def test_no_more_than_half_of_host_is_kept(engine: Engine) -> None:
     for number in range(4):
         answered(engine, list(range(1000 * number, 1000 * number + 33)), {KEEP_KEY: LONG_S})
+    assert kept(engine) == 8  # a quarter, for next turns
+    for number in range(4, 8):
+        request = Request(list(range(1000 * number, 1000 * number + 33)), {"do_remote_decode": True})
+        engine.admit(request, 0, engine.ask(request))
+        engine.compute(request)
+        engine.step(request)
+        engine.scheduler.finished(request, engine.ids(request), is_answered=True)
+        engine.end(request)
     assert kept(engine) == 16
 
 
@@ -133,6 +155,7 @@ def decoding(engine: Engine) -> Request:
     request.num_tokens, request.num_output_tokens, request.block_hashes = 37, 4, longer.block_hashes
     request.blocks[0].append(engine.pool.blocks[engine.pool.free.pop()])
     engine.compute(request)
+    engine.step(request)  # which computes it, and has looked at the others before
     return request
 
 
@@ -167,6 +190,46 @@ def test_a_block_that_another_has_got_already_is_not_stored(engine: Engine) -> N
     preempt(engine, request, taken=1)
     assert kept(engine) == 8
     assert in_host(engine, [*PROMPT, 33, 34, 35, 36], 9) == 8
+
+
+def test_a_block_that_this_step_only_begins_to_compute_is_not_stored(engine: Engine) -> None:
+    """Another request with the same tokens has got a block of its own for it; its hash is there before its bytes."""
+    request = decoding(engine)
+    last = request.blocks[0][8]
+    engine.pool.evict(last)
+    other = engine.pool.blocks[engine.pool.free.pop()]
+    engine.hbm[other.block_id] = 0xEE
+    engine.pool.cache_full_blocks(request, [*request.blocks[0][:8], other], 8, 9, BLOCK_TOKENS, 0)
+    preempt(engine, request)
+    assert in_host(engine, [*PROMPT, 33, 34, 35, 36], 9) == 8
+
+
+def test_what_a_decoder_waits_for_stays_for_the_next_turn_that_was_asked_for(engine: Engine) -> None:
+    params = {"do_remote_decode": True, KEEP_KEY: LONG_S}
+    request = Request(PROMPT, params)
+    engine.admit(request, 0, engine.ask(request))
+    engine.compute(request)
+    assert engine.scheduler.finished(request, engine.ids(request), is_answered=True) is not None
+    engine.step()
+    ledger = engine.manager._ledger
+    assert kept(engine) == 8
+    found = ledger.lend(engine.scheduler.requests.state_of(Request(PROMPT)).namespaces[0].id, chain_of(engine, 8))
+    ledger.unpin(Tier.HOST, found.slots, read=True)
+    assert kept(engine) == 8
+
+
+def test_a_prompt_that_is_preempted_before_its_answer_is_handed_off_all_the_same(engine: Engine) -> None:
+    request = Request(PROMPT, {"do_remote_decode": True})
+    engine.admit(request, 0, engine.ask(request))
+    engine.compute(request)
+    engine.step(request)
+    preempt(engine, request)
+    assert engine.scheduler.finished(request, [[]], is_answered=True) is not None
+
+
+def chain_of(engine: Engine, blocks: int) -> bytes:
+    state = engine.scheduler.requests.state_of(Request(PROMPT))
+    return state.hashes(0, 0, blocks, engine.scheduler._derive)
 
 
 def test_a_request_preempted_in_its_prompt_keeps_what_is_stored(engine: Engine) -> None:

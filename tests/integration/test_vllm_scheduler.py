@@ -19,15 +19,7 @@ from structlog.testing import capture_logs
 
 from kvbm.assembly import NATIVE, open_engine_manager
 from kvbm.config import (
-    HbmSettings,
-    HostSettings,
-    InstanceSettings,
-    JournalSettings,
-    NatsSettings,
     NvmeSettings,
-    OnboardSettings,
-    PoolsSettings,
-    Settings,
 )
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier, split_hashes, split_slots
 from kvbm.engines.vllm.adapters import Loaded
@@ -51,29 +43,14 @@ from tests.vllm_script import (
     BOTH,
     DRAFTED,
     FULL,
-    HBM_BLOCKS,
     HYBRID,
     STATES,
     WAIT_S,
     Engine,
     Request,
     bytes_of,
+    engine_settings,
 )
-
-
-def settings(folder: Path, host_slots: int, nvme_slots: int) -> Settings:
-    return replace(
-        Settings(),
-        instance=InstanceSettings(id="e", data_dir=str(folder)),
-        pools=PoolsSettings(
-            hbm=HbmSettings(owner="engine", slots=HBM_BLOCKS),
-            host=HostSettings(slots=host_slots),
-            nvme=NvmeSettings(slots=nvme_slots),
-        ),
-        nats=NatsSettings(enabled=False),
-        journal=JournalSettings(in_memory=not nvme_slots),
-        onboard=OnboardSettings(wait_s=WAIT_S, locate_s=WAIT_S),
-    )
 
 
 def opened(
@@ -85,7 +62,7 @@ def opened(
     pod: str = "",
 ) -> tuple[EngineHbmManager, list[Namespace]]:
     namespaces = [Namespace(model="m", revision="r1", block_tokens=BLOCK_TOKENS, kv_group=group.id) for group in groups]
-    wanted = settings(folder, host_slots, nvme_slots)
+    wanted = engine_settings(folder, host_slots, nvme_slots)
     if pod:
         nvme = NvmeSettings(slots=nvme_slots, folder=pod)
         wanted = replace(
@@ -222,7 +199,7 @@ def test_a_consumer_puts_no_objects_of_what_it_loads_from_nvme_and_loads_those_o
         assert manager.settle(WAIT_S)
     for folder, role in (("a", consumer), ("a", BOTH), ("b", consumer)):
         objects = memory_objects(BLOCK_BYTES, blocks=4, store=store)
-        suited = role.suited(settings(tmp_path / folder, 64, 64))
+        suited = role.suited(engine_settings(tmp_path / folder, 64, 64))
         with open_engine_manager(suited, namespaces, BLOCK_BYTES, "vllm", object_pool=objects) as manager:
             manager._loads.locator = KnowsAll()
             assert Engine(manager, FULL, namespaces, role).run(prompt) == 32

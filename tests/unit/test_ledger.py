@@ -34,6 +34,7 @@ from kvbm.core.ids import (
     split_hashes,
     split_slots,
 )
+from kvbm.core.policy import Share
 from kvbm.core.results import LEAST_EVENT_BYTES, SNAPSHOT_LOOKS, Copy, Recovered
 from kvbm.reference.ledger import Ledger
 from tests.held import recomputed_digest, slot_of
@@ -551,6 +552,24 @@ def test_what_is_kept_until_it_was_read_is_kept_no_more_after() -> None:
     ledger.unpin(HBM, held, read=True)
     assert (ledger.kept(HBM), ledger.counts(HBM).evictable) == (2, 2)
     assert ledger.expire(5.0) == 2
+
+
+def test_whether_a_reader_ends_it_says_nothing_of_who_is_given_up_first() -> None:
+    ledger = make_ledger()
+    fill(ledger, blocks(1, 2, 3, 4))
+    ledger.keep(HBM, blocks(1), until_s=5.0, until_read=True)
+    ledger.keep(HBM, blocks(2, 3, 4), until_s=5.0)
+    ledger.allocate(HBM, 1)
+    assert ledger.held(HBM) == blocks(2, 3, 4)  # of equals the lowest slot
+
+
+def test_a_tenant_may_have_half_of_its_quota_kept() -> None:
+    ledger = Ledger([PoolStated(HBM, 8, 64)], "lru", 1 << 20, [Share("a", 1, {HBM: 6})])
+    ledger.start(Epoch(1), [NAMESPACE])
+    ledger.assign(NAMESPACE.id, "a")
+    fill(ledger, blocks(1, 2, 3, 4))
+    assert ledger.keep(HBM, blocks(1, 2, 3, 4), until_s=5.0, most=8) == 3
+    assert ledger.keep(HBM, blocks(1, 2, 3, 4), until_s=5.0) == 4  # who keeps without a bound means it
 
 
 def test_no_more_blocks_are_kept_than_may_be() -> None:

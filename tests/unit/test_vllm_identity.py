@@ -412,6 +412,7 @@ def test_an_engine_is_served_whose_ranks_are_on_one_host(executor: str | type) -
     [
         ("ray", "'ray'"),
         ("external_launcher.mp", "'external_launcher.mp'"),
+        ("mine.MultiprocExecutor", "'mine.MultiprocExecutor'"),
         ("vllm.v1.executor.ray_executor.RayDistributedExecutor", "RayDistributedExecutor"),
         (Engine, "'Engine'"),
     ],

@@ -26,6 +26,7 @@ from kvbm.core.ids import HASH_BYTES
 KEY = "kvbm"
 KEEP_KEY = "kvbm.keep_s"  # in a request's kv_transfer_params
 VERSION = 1
+_LONGEST_S = 1e9  # that blocks are kept for, whatever settings say
 _PREFILLER_WORDS = ("kv_request_id", "remote_host", "remote_port")  # without one of them vLLM computes the prompt
 _Hash = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * HASH_BYTES}}}$", max_length=2 * HASH_BYTES)]
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -38,7 +39,7 @@ class HandoffRules(NamedTuple):
     unsaid_wait_s: float = 0.1
     ttl_s: float = 60.0
     keep_s: float = 0.0
-    keep_most_s: float = 3600.0
+    keep_most_s: float = 600.0
 
 
 class HandoffHint(NamedTuple):
@@ -118,7 +119,7 @@ def kept_s(params: Mapping[str, Any] | None, rules: HandoffRules) -> float:
     said = params.get(KEEP_KEY) if isinstance(params, Mapping) else None
     if isinstance(said, bool) or not isinstance(said, int | float) or not said >= 0:
         said = rules.keep_s
-    return min(said, rules.keep_most_s)
+    return float(min(said, rules.keep_most_s, _LONGEST_S))
 
 
 def wants_hint(params: Mapping[str, Any] | None) -> bool:

@@ -32,7 +32,7 @@ COUNTERS_BY_TIER = {
 }
 COUNTERS_BY_WHY = {
     "parked_prompts": "Prompts whose blocks HOST keeps for a while: for a decoder (handoff), for their next turn "
-    "(turn), until they go on (preempted).",
+    "(turn), after a preemption (preempted).",
     "undelivered_blocks": "Blocks of `predicted_blocks` that did not come: late, slower (than computing them), no_room "
     "(in HOST), unread, cleared.",
 }

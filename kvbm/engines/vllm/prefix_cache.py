@@ -45,6 +45,8 @@ class PrefixCacheWatch:
 
     Attributes:
         duplicates: blocks whose hash was held already, or was still held by another block.
+        filled: ids of blocks that got their hash since the last step was planned: the step under way computes them, and
+            nobody may read them before it has. Whoever plans clears it.
     Raises: AttributeError: this vLLM's pool has not what is listened to; nothing was changed.
     """
 
@@ -57,6 +59,7 @@ class PrefixCacheWatch:
         sink: HbmSink,
     ) -> None:
         self.duplicates = 0
+        self.filled: set[int] = set()
         self._pool, self._state_of, self._derive, self._sink = pool, state_of, derive, sink
         self._groups = {group.id: (index, group) for index, group in enumerate(groups)}
         self._ours: dict[bytes, bytes] = {}  # vLLM's key → our hash, of all that was told and not withdrawn
@@ -101,6 +104,7 @@ class PrefixCacheWatch:
         class Listening(plain):  # type: ignore[misc, valid-type]
             def insert(self, key: bytes, block: Any) -> None:
                 watch._origins.pop(block.block_id, None)
+                watch.filled.add(block.block_id)
                 watch._on_insert(key, key in held)
                 super().insert(key, block)
 

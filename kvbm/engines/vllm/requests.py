@@ -126,6 +126,7 @@ class RequestState:
         namespaces: by group, in the order of the engine's groups.
         verified: by vLLM's group: blocks from the first on that are known to be of its own weights.
         stored: by group: blocks from the first on that were looked at for a store. Of states that means nothing.
+        was_stored: the same, the most before a preemption.
         states: (group, block) of the states that it has stored or loaded.
         parts_at: tokens from the first on whose blocks are held while no state is held behind them: a state there would
             be of use.
@@ -165,6 +166,7 @@ class RequestState:
         "states",
         "stored",
         "verified",
+        "was_stored",
     )
 
     def __init__(
@@ -180,7 +182,7 @@ class RequestState:
         self.is_untold = not namespaces
         self.verified: dict[int, int] = {}
         self.asks_left = _ASKS
-        self.stored = [0] * len(groups)
+        self.stored, self.was_stored = [0] * len(groups), [0] * len(groups)
         self.states: set[tuple[int, int]] = set()
         self.parts_at = 0
         self.ask: RequestMatch | None = None

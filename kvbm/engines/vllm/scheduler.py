@@ -188,6 +188,8 @@ class Scheduler:
             if self._is_everywhere:
                 self.stores.plan(scheduled, tokens)
                 self.stores.offered(offers, {*preempted, *finished})
+        if self._watch is not None:
+            self._watch.filled.clear()
         plan = StepPlan(is_idle=not scheduled, loads=self.loads.take_jobs(), stores=self.stores.take_jobs(), step=step)
         if not self._is_everywhere and self._asked_hosts_s is None:
             self._asked_hosts_s = self._clock()

@@ -41,7 +41,8 @@ def _executor(parallel: Any) -> str:
     if isinstance(backend, type):
         names = {one.__name__ for one in backend.__mro__}
     else:
-        names = {str(backend).rpartition(".")[2]}  # also a class, named by where it is
+        path = str(backend)  # also of a class
+        names = {path.rpartition(".")[2]} if path.startswith("vllm.") else {path}
     is_local = backend in ("mp", "uni") or bool(names & _LOCAL_EXECUTORS)
     if is_local or (backend == "external_launcher" and parallel.world_size == 1):
         return ""

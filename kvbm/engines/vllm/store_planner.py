@@ -32,6 +32,7 @@ log = SafeLog()
 
 _IN_HOST = bytes([Tier.HOST])
 _PARKED_PRIORITY = 90  # of blocks that are kept for who needs them next; 100 would never be given up
+_TURN_PRIORITY = 80  # … for a next turn, which may not come
 _SHORT_STEPS = 4  # until another look at a request whose blocks found no room in HOST
 _UNANSWERED_S = 30.0  # a store that no worker has answered for so long does not keep an idle engine stepping
 
@@ -240,9 +241,10 @@ class StorePlanner:
         """
         self._park(state, self._handoff.ttl_s, "handoff", until_read=True)
         group = self._groups[0]
-        if len(self._groups) > 1 or not group.keeps_all or not state.stored[0]:
+        stored = max(state.stored[0], state.was_stored[0])
+        if len(self._groups) > 1 or not group.keeps_all or not stored:
             return None
-        chain, namespace = state.hashes(0, 0, state.stored[0], self._derive), state.namespaces[0].id
+        chain, namespace = state.hashes(0, 0, stored, self._derive), state.namespaces[0].id
         blocks = min(self._readable(chain, namespace), state.request.num_prompt_tokens // group.block_tokens)
         if not blocks:
             return None
@@ -259,9 +261,9 @@ class StorePlanner:
             self._park(state, ttl_s, "turn")
 
     def preempted(self, state: RequestState) -> None:
-        """A request has lost its blocks: store what is left of it in HBM, and keep all until it goes on.
+        """A request has lost its blocks: store those of its answer that HBM still has, and keep all for a while.
 
-        What its last step computed can be in nobody's hands yet: this step hands blocks out anew after it.
+        HBM has what nobody was given anew; what this step only begins to compute is left out.
         """
         request = state.request
         if request.num_output_tokens and not state.is_untold:
@@ -272,27 +274,34 @@ class StorePlanner:
             self._collect(state, ids, runs, confirmed)
             self._store(runs, [state])
         self._park(state, self._handoff.ttl_s, "preempted")
+        state.was_stored = [max(both) for both in zip(state.was_stored, state.stored, strict=True)]
 
     def _park(self, state: RequestState, ttl_s: float, why: str, until_read: bool = False) -> None:
-        """Keep the blocks in HOST that go on with a request, those that are on their way there too."""
-        manager, most = self._manager, self._most_parked
+        """Keep what HOST has of a request, and what is on its way there."""
+        manager, is_turn = self._manager, why == "turn"
+        most = self._most_parked // 2 if is_turn else self._most_parked
+        priority = _TURN_PRIORITY if is_turn else _PARKED_PRIORITY
         needed = self._needed(state)
         chains = [state.hashes(index, begin, end, self._derive) for index, begin, end in needed]
+        kept = 0
         for (index, _, _), chain in zip(needed, chains, strict=True):
             space = state.namespaces[index].id
-            manager.keep(chain, ttl_s, _PARKED_PRIORITY, space, until_read=until_read, most=most)
+            kept += manager.keep(chain, ttl_s, priority, space, until_read=until_read, most=most)
         blocks = {block for chain in chains for block in split_hashes(chain)} if self._stores else set()
         for job in self._stores.values():
             for run in job.runs:
-                if run.store.hashes[:HASH_BYTES] in blocks:
-                    manager.keep_stored(run.store, ttl_s, _PARKED_PRIORITY, until_read=until_read, most=most)
-        self._numbers.add_of("parked_prompts", why, bool(chains))
+                if not blocks.isdisjoint(split_hashes(run.store.hashes)):
+                    manager.keep_stored(run.store, ttl_s, priority, until_read=until_read, most=most)
+                    kept += 1
+        self._numbers.add_of("parked_prompts", why, kept > 0)
 
     def _needed(self, state: RequestState) -> list[tuple[int, int, int]]:
-        """Group, first block and end of what a prompt that goes on behind this one reads, as far as it is stored."""
+        """Group, first block and end of what the next turn of a request reads, as far as it was looked at for a
+        store.
+        """
         found: list[tuple[int, int, int]] = []
         for index, group in enumerate(self._groups):
-            end = state.stored[index]
+            end = max(state.stored[index], state.was_stored[index])
             if group.is_state:
                 found += [(index, at, at + 1) for one, at in sorted(state.states) if one == index]
             elif end:
@@ -437,6 +446,8 @@ class StorePlanner:
         block = self._pool.blocks[block_id] if block_id else None
         if block is None or block.block_hash != key:
             block = self._pool.cached_block_hash_to_block.get_one_block(key)  # left the window, and lies in HBM still
+            if block is not None and self._watch is not None and block.block_id in self._watch.filled:
+                return None  # another request's, which this step computes
         if state.origin.adapter is None or block is None:
             return block
         assert self._watch is not None

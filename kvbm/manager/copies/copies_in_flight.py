@@ -46,6 +46,11 @@ class KeepRule(NamedTuple):
     until_read: bool
     most: int | None
 
+    def joined(self, other: KeepRule) -> KeepRule:
+        """Both, as a block's two keeps are one; `most` is the other's."""
+        until_s, priority = max(self.until_s, other.until_s), max(self.priority, other.priority)
+        return KeepRule(until_s, priority, self.until_read and other.until_read, other.most)
+
 
 class CopiesInFlight:
     """The copies of one manager that have begun and may still end.

@@ -115,6 +115,7 @@ class EventWriter:
         self._retry_s = float("-inf")
         self._published = ORIGIN  # at the last try
         self._broke = False  # frames were lost
+        self._keeps_fail = False  # what is kept past its time could not be given back
         self._asked_epoch = ""  # why another epoch is to begin
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name=f"kvbm-frames-{self._instance}", daemon=True)
@@ -149,7 +150,16 @@ class EventWriter:
             runs: steps of a snapshot to make at most.
         Returns: when the next turn is due if nothing wakes it before: `now_s` for at once, None for not at all.
         """
-        wakes = (self._stream.expire(now_s), self._write_due(now_s, runs))
+        try:
+            look_s = self._stream.expire(now_s)
+        except Exception as error:  # noqa: BLE001 - the journal goes on
+            look_s = now_s + BACKOFF_MOST_S
+            if not self._keeps_fail:  # one warning until it works again
+                log.warning("keeps.not_ended", instance=self._instance, error=repr(error), remedy="report it")
+            self._keeps_fail = True
+        else:
+            self._keeps_fail = False
+        wakes = (look_s, self._write_due(now_s, runs))
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
     def _write_due(self, now_s: float, runs: int) -> float | None:

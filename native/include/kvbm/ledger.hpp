@@ -111,7 +111,8 @@ class Ledger {
   void claim(Tier tier, const NamespaceId& namespace_id, Bytes hashes, std::string_view finder);
   // Blocks that were found in allocated slots. Returns how many the tier has gained; the slots of others are nobody's.
   std::size_t adopt(const NamespaceId& namespace_id, Tier tier, Bytes hashes, Bytes slots, std::string_view finder);
-  // until_read: or until a reader gives them back. most: of the tier's blocks are kept; the run is cut there.
+  // until_read: or until a reader gives them back. most: blocks of the tier that may be kept, and half of a tenant's
+  // quota; the run is cut there.
   std::size_t keep(Tier tier, Bytes hashes, double until_s, std::int64_t priority,
                    const NamespaceId* namespace_id = nullptr, bool until_read = false,
                    std::optional<std::size_t> most = std::nullopt);

@@ -27,7 +27,8 @@ class Loan {
       : lender_(std::exchange(other.lender_, nullptr)),
         tiers_(std::move(other.tiers_)),
         slots_(std::move(other.slots_)),
-        epoch_(other.epoch_) {}
+        epoch_(other.epoch_),
+        is_read_(other.is_read_) {}
   Loan& operator=(Loan&& other) noexcept {
     if (this != &other) {
       cut(0);
@@ -35,6 +36,7 @@ class Loan {
       tiers_ = std::move(other.tiers_);
       slots_ = std::move(other.slots_);
       epoch_ = other.epoch_;
+      is_read_ = other.is_read_;
     }
     return *this;
   }
@@ -49,6 +51,8 @@ class Loan {
 
   // Gives back the blocks from one on.
   void cut(std::size_t depth) noexcept;
+  // Its reader has had all of it, so what is kept until it was read is kept no more once this ends.
+  void mark_read() noexcept { is_read_ = true; }
 
  private:
   friend class Lender;
@@ -58,6 +62,7 @@ class Loan {
   std::vector<std::uint8_t> tiers_;   // of each block
   std::vector<std::uint32_t> slots_;  // of each block
   std::uint64_t epoch_ = 0;           // see above
+  bool is_read_ = false;              // by its reader, to the end
 };
 
 class Lender {
@@ -79,7 +84,7 @@ class Lender {
 
  private:
   friend class Loan;
-  void give_back(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots) noexcept;
+  void give_back(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots, bool read) noexcept;
   void unpin(std::span<const std::uint8_t> tiers, std::span<const std::uint32_t> slots, bool read);  // under the lock
 
   Ledger& ledger_;                           // under lock_

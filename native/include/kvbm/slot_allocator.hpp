@@ -42,6 +42,9 @@ class SlotAllocator {
   // their way.
   std::int64_t quota_left(const TierSlots& tier, std::uint32_t share, std::size_t arriving) const noexcept;
 
+  // Whether half of the quota of a held block's share is kept or pinned; false where there is no quota.
+  bool holds_half(const TierSlots& tier, std::uint32_t slot) const noexcept;
+
   // namespace_id: whose blocks will be written, or nullptr. nullopt when too few slots can be had.
   std::optional<Allocation> allocate(Recorder& recorder, TierSlots& tier, std::size_t count,
                                      const NamespaceId* namespace_id);

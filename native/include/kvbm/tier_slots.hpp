@@ -170,7 +170,7 @@ class TierSlots {
   void count_pin(std::uint32_t slot) noexcept { ++slots_[slot].pins; }
   void settle_unpinned(std::uint32_t slot) noexcept;
   // A held block stays until a time, or until it was read; a repetition takes the later time and the higher priority,
-  // and waits for no reader unless both do.
+  // and a reader ends it only where both said so.
   void keep(std::uint32_t slot, double until_s, std::uint8_t priority, bool until_read = false);
   // Blocks that are kept now, pinned or not.
   std::size_t kept_count() const noexcept { return kept_in_time_.size(); }

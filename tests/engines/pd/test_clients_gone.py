@@ -4,6 +4,10 @@ client gets the right answer.
 
 from __future__ import annotations
 
+import random
+import time
+from collections import deque
+
 import pytest
 
 from tests.engines.pd.harness.site import BARE, BOTH, ROUTER, SERIAL, WAYS
@@ -89,6 +93,39 @@ def test_whom_the_decoder_refuses(site, truth, lent, way):
     assert [leg.status for leg in site.proxies.legs] == [200, 400]
     site.settle()
     site.ask(way, truth, [lent])
+
+
+@pytest.mark.nightly
+def test_of_five_hundred_a_quarter(site, truth):
+    """They leave at random moments; whoever stays gets the right answer, and afterwards nothing is kept or lent."""
+    rng = random.Random(20)
+    asks = [truth.prompt(f"pd-many-{at}", 40 + 30 * (at % 12)) for at in range(60)]
+    under_way, gone = deque(), 0
+
+    def end_first() -> None:
+        ask, asked, leaves = under_way.popleft()
+        if leaves:
+            time.sleep(rng.random() * 0.05)
+            asked.leave()
+        else:
+            truth.check([ask], [asked.answer()])
+
+    for _ in range(500):
+        ask, leaves = rng.choice(asks), rng.random() < 0.25
+        gone += leaves
+        asked = site.begin(rng.choice(WAYS), ask)
+        if leaves and rng.random() < 0.3:
+            asked.leave()
+        else:
+            under_way.append((ask, asked, leaves))
+        if len(under_way) == 12:
+            end_first()
+    while under_way:
+        end_first()
+    assert gone > 100
+    site.settle()
+    for server in (site.prefiller, site.decoder):
+        assert not server.inside("left")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -72,6 +72,22 @@ def test_only_what_the_decoder_lacks_is_brought(site, truth, tell):
 
 
 @pytest.mark.bytes
+def test_the_next_turn_is_brought_though_others_have_filled_host(site, truth, tell):
+    """Its request has asked for that. What it said is part of the next prompt, and was stored with it."""
+    first = truth.prompt("pd-turn", 500, output_tokens=64)._replace(transfer={"kvbm.keep_s": 600})
+    site.ask(DECODE, truth, [first], has_kept=True)
+    for ask in truth.prompts("pd-flood", 14, 1800):  # HOST has room for three quarters of these
+        site.ask(DECODE, truth, [ask], has_kept=True)
+    site.decoder.forget()
+    (said,) = truth.of([first])
+    again = truth.prompt("pd-turn-next", 600, after=(*first.tokens, *said.tokens))
+    moved = site.ask(DECODE, truth, [again], has_kept=True)
+    tell.append(("decoder alone, the next turn", len(again.tokens), moved))
+    assert moved.computed_tokens <= BLOCK_TOKENS + 600 - 564
+    site.decoder.in_core("drop", "HOST")
+
+
+@pytest.mark.bytes
 @pytest.mark.parametrize("way", [pytest.param(ROUTER, marks=pytest.mark.smoke), BARE])
 def test_a_decoder_that_claims_what_has_not_come_is_found_out(site, truth, way):
     asks = truth.prompts(f"pd-hollow-{way}", 1, 300)

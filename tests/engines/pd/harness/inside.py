@@ -43,8 +43,9 @@ def forget(core: Any) -> bool:
 
 
 def left(core: Any) -> dict[str, Any]:
-    """What is left of requests, by name: in vLLM, in the connector, in pins, copies and leases. Empty once all are
-    over.
+    """What is left of requests, by name: in vLLM, in the connector, in pins, keeps, copies and leases.
+
+    Empty once all are over.
     """
     half, stats = _half(core), _manager(core).stats()
     found = {
@@ -52,6 +53,7 @@ def left(core: Any) -> dict[str, Any]:
         "states": list(half.requests.states),
         "copies": stats.copies_in_flight,
         "lent": 0 if stats.lent is None else stats.lent.blocks_lent_now,
+        "kept": sum(stats.kept_blocks.values()),
         "pinned": sum(
             counts.held - counts.evictable + counts.allocated
             for tier, counts in stats.pools.items()

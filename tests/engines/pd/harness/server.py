@@ -41,12 +41,23 @@ class ApiServer:
         log: file with what it prints.
     """
 
-    def __init__(self, model: str, connector: Mapping[str, Any], folder: Path, step_tokens: int = 256) -> None:
+    def __init__(
+        self,
+        model: str,
+        connector: Mapping[str, Any] | None,
+        folder: Path,
+        step_tokens: int = 256,
+        context_tokens: int = 2048,
+        hbm_blocks: int = 256,
+        hbm_bytes: int = 64 << 20,
+    ) -> None:
         """Begin to start it; `wait` is next.
 
         Args:
-            connector: vLLM's `kv_transfer_config`.
+            connector: vLLM's `kv_transfer_config`; None: no connector.
             step_tokens: at most so many a step, so that longer prompts are computed in chunks.
+            context_tokens: of a prompt and its answer, at most.
+            hbm_blocks, hbm_bytes: of device KV.
         """
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
@@ -54,10 +65,18 @@ class ApiServer:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
         command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(self._port)]
         command += ["--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK_TOKENS)]
-        command += ["--kv-cache-memory-bytes", str(64 << 20), "--num-gpu-blocks-override", "256"]
-        command += ["--max-model-len", "2048", "--max-num-batched-tokens", str(step_tokens), "--max-num-seqs", "8"]
+        command += ["--kv-cache-memory-bytes", str(hbm_bytes), "--num-gpu-blocks-override", str(hbm_blocks)]
+        command += [
+            "--max-model-len",
+            str(context_tokens),
+            "--max-num-batched-tokens",
+            str(step_tokens),
+            "--max-num-seqs",
+            "8",
+        ]
         command += ["--distributed-executor-backend", _ONE_PROCESS]
-        command += ["--worker-extension-cls", f"{INSIDE}.Inside", "--kv-transfer-config", json.dumps(connector)]
+        command += ["--worker-extension-cls", f"{INSIDE}.Inside"]
+        command += [] if connector is None else ["--kv-transfer-config", json.dumps(connector)]
         more = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         environment = {**os.environ, **_ENVIRONMENT, **more}
         self._process = start_process(command, self.log, cwd=ROOT, env=environment, process_group=0)
@@ -90,10 +109,19 @@ class ApiServer:
         """Empty its prefix cache and overwrite its device KV: what comes next has to be computed or loaded."""
         eventually(lambda: self.inside("forget"), "blocks were in use all the time", WAIT_S)
 
-    def settle(self) -> None:
-        """Wait until nothing is left of any request, and nothing is on its way to another tier."""
-        eventually(lambda: not self.inside("left"), "something is left", state=lambda: self.inside("left"))
+    def settle(self, has_kept: bool = False) -> None:
+        """Wait until nothing is left of any request, and nothing is on its way to another tier.
+
+        Args:
+            has_kept: but for what it was asked to keep.
+        """
+        eventually(lambda: not self.left(has_kept), "something is left", state=lambda: self.left(has_kept))
         eventually(lambda: self.in_core("settled", 0.02), "blocks were on their way to a colder tier")
+
+    def left(self, has_kept: bool = False) -> dict[str, Any]:
+        """As `inside.left`."""
+        found = self.inside("left")
+        return {name: what for name, what in found.items() if not (has_kept and name in ("kept", "pinned"))}
 
     def metrics(self) -> dict[str, float]:
         """vLLM's counters and gauges, and the connector's: name, or name{label=value,…} → value."""

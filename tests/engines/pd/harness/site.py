@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,8 +56,13 @@ class Site:
         proxies: recorders of both, and the small proxy.
     """
 
-    def __init__(self, model: str, folder: Path) -> None:
-        self._model, self._folder = model, folder
+    def __init__(self, model: str, folder: Path, settings: Mapping[str, Any] | None = None, **options: Any) -> None:
+        """
+        Args:
+            settings: of both managers, as kvbm's, dotted. options: of both servers, as `ApiServer` takes them.
+        """
+        self._model, self._folder, self._options = model, folder, options
+        self._settings = {"transport.listen": "host", "handoff.ttl_s": 2.0} | dict(settings or {})
         self.cluster = Cluster(folder / "cluster")
         self.prefiller, self.decoder = self._start(_PREFILLER), self._start("decoder")
         self._of_prefiller = 0.0, 0
@@ -86,17 +91,18 @@ class Site:
         """Send a request on its way."""
         return Asked(self.url(way), ask, **more)
 
-    def ask(self, way: str, truth: Truth, asks: Sequence[Ask]) -> Moved:
+    def ask(self, way: str, truth: Truth, asks: Sequence[Ask], has_kept: bool = False) -> Moved:
         """Have requests answered at once, rightly: tokens and log probabilities are those of one plain engine.
 
         Args:
             way: one of `WAYS`, or DECODE: the decoder is asked alone.
+            has_kept: a prompt is kept for its next turn, and stays so.
         """
         before = self._counts()
         under_way = [self.begin(way, one) for one in asks]
         answers: list[Answer] = [one.answer() for one in under_way]
         truth.check(asks, answers)
-        self.settle()
+        self.settle(has_kept)
         return Moved(*(int(now - then) for now, then in zip(self._counts(), before, strict=True)))
 
     def forget(self) -> None:
@@ -104,11 +110,11 @@ class Site:
         for server in (self.prefiller, self.decoder):
             server.forget()
 
-    def settle(self) -> None:
-        """Wait until neither engine has anything left of a request."""
+    def settle(self, has_kept: bool = False) -> None:
+        """Wait until neither engine has anything left of a request, but for what is kept on purpose."""
         for server in (self.prefiller, self.decoder):
             if server.is_alive:
-                server.settle()
+                server.settle(has_kept)
 
     def lent(self, asks: Sequence[Ask]) -> None:
         """Wait until the catalog tells that the prefiller lends all whole blocks of these prompts."""
@@ -144,11 +150,8 @@ class Site:
     def _start(self, name: str) -> ApiServer:
         folder = self._folder / name
         folder.mkdir(parents=True, exist_ok=True)
-        return ApiServer(
-            self._model,
-            connector(folder, self.cluster.settings | {"transport.listen": "host", "handoff.ttl_s": 2.0}),
-            folder,
-        )
+        settings = self.cluster.settings | self._settings
+        return ApiServer(self._model, connector(folder, settings), folder, **self._options)
 
     def _start_router(self) -> Child:
         program = shutil.which("vllm-router", path=str(Path(sys.executable).parent))

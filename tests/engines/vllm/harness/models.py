@@ -90,10 +90,26 @@ def qwen_next(folder: Path) -> None:
 
 def llama_of_words(folder: Path) -> None:
     """The Llama with a tokenizer: a token a word, or one for all words it does not know."""
+    llama(folder)
+    _save_words(folder)
+
+
+def llama_of_depth(folder: Path) -> None:
+    """For benchmarks: eight layers, whose blocks of 32 tokens have 256 KiB; with the same tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(17)
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
+    config = LlamaConfig(**_shared(num_hidden_layers=8) | shape | {"initializer_range": 0.1})
+    _save(LlamaForCausalLM(config), folder)
+    _save_words(folder)
+
+
+def _save_words(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    llama(folder)
     words = ["[UNK]", "The", "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "."]
     words += [f"word-{at}" for at in range(len(words), VOCABULARY)]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token=words[0]))
@@ -127,6 +143,7 @@ KINDS = {
     "llama": llama,
     "llama-2": lambda folder: llama(folder, 8),
     "llama-words": llama_of_words,
+    "llama-deep": llama_of_depth,
     "gemma": gemma,
     "qwen-next": qwen_next,
 }

@@ -1,0 +1,29 @@
+"""When prompts were all in HOST, inside the engine core of a server that `bench_pd.py` watches."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from tests.engines.vllm.harness.core_access import _half
+
+_taken: list[float] = []
+
+
+def watch(core: Any) -> None:
+    """From now on, note when vLLM is told that a prompt's tokens can be loaded."""
+    loads = _half(core).loads
+    matched = loads.matched
+
+    def noted(request: Any, computed_tokens: int) -> int | None:
+        tokens = matched(request, computed_tokens)
+        if tokens:
+            _taken.append(time.monotonic())
+        return tokens
+
+    loads.matched = noted
+
+
+def taken(core: Any) -> list[float]:
+    """The moments, `time.monotonic` of this machine."""
+    return _taken
