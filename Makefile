@@ -20,9 +20,9 @@ SGLANG := build/sglang/.venv
 SGLANG_PIP := $(SGLANG)/bin/pip --disable-pip-version-check
 SGLANG_STAMP := $(SGLANG)/.kvbm-installed
 # Of what SGLang wants, the part that its caches and pools import on a CPU; its kernels and models are for GPUs.
-SGLANG_IMPORTS := apache-tvm-ffi compressed-tensors datasets distro easydict einops fastapi gguf interegular ipython \
-  llguidance numba nvidia-ml-py openai openai-harmony orjson partial-json-parser pillow prometheus-client psutil \
-  pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken torchvision tqdm \
+SGLANG_IMPORTS := aiohttp apache-tvm-ffi compressed-tensors datasets distro easydict einops fastapi gguf interegular \
+  ipython llguidance numba nvidia-ml-py openai openai-harmony orjson partial-json-parser pillow prometheus-client \
+  psutil pybase64 pydantic python-multipart pyzmq requests scipy sentencepiece setproctitle tiktoken torchvision tqdm \
   transformers triton uvicorn uvloop watchfiles xxhash zstandard
 AZURITE := build/azurite/node_modules/.bin/azurite-blob
 # Tests wait for servers and processes half of the time; those with engines do not.

@@ -1,7 +1,7 @@
 """Sets and gets of pages through `KvbmHiCache` beside SGLang's own file backend, on one disk, as SGLang's controller
 calls each.
 
-    make bench-sglang [BENCH_ARGS="--folder DIR --layout layer_first --json FILE"]
+    make bench-sglang [BENCH_ARGS="--folder DIR --layout layer_first --layers 1 --json FILE"]
 
 It runs in the environment of `make test-sglang`. Each pair is of one run, in turn first one and then the other; a row
 is the median of the ratios of seven pairs behind a warm-up. After each get all bytes are compared, which is not timed.
@@ -38,8 +38,8 @@ from kvbm.core.ids import Tier  # noqa: E402
 from tests.engines.sglang.harness import pools  # noqa: E402
 
 PAGES, PAIRS = 128, 7  # SGLang's controller has 128 pages a call at most
-LAYERS, HEADS, DIM = 16, 4, 128
-PAGE_TOKENS = 32  # pages of 1 MiB
+HEADS, DIM, PAGE_TOKENS = 4, 128, 32  # of a page 64 KiB a layer
+LAYERS = 16
 GOAL = 0.9
 SETTLE_S = 120.0
 
@@ -62,8 +62,8 @@ class Row(NamedTuple):
 class Sides:
     """Both backends over one host pool."""
 
-    def __init__(self, folder: Path, layout: str) -> None:
-        pools.LAYERS, pools.HEADS, pools.DIM, pools.PAGE_TOKENS = LAYERS, HEADS, DIM, PAGE_TOKENS
+    def __init__(self, folder: Path, layout: str, layers: int) -> None:
+        pools.LAYERS, pools.HEADS, pools.DIM, pools.PAGE_TOKENS = layers, HEADS, DIM, PAGE_TOKENS
         self.pool = pools.mha_pool(layout, PAGES)
         self.kept = folder / "file"
         slots = {"pools.host.slots": 4 * PAGES, "pools.nvme.slots": 4 * PAGES}
@@ -112,9 +112,9 @@ class Sides:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(folder: Path, layout: str, pairs: int) -> list[Row]:
+def measure(folder: Path, layout: str, layers: int, pairs: int) -> list[Row]:
     """All rows of one layout."""
-    sides = Sides(folder, layout)
+    sides = Sides(folder, layout, layers)
     seconds: dict[str, list[tuple[float, float]]] = {}
 
     def pair(what: str, turn: int, ours: Callable[[], float], file: Callable[[], float]) -> None:
@@ -170,6 +170,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--folder", type=Path, help="of both; by default a temporary one")
     parser.add_argument("--layout", action="append", help="of the host pool; by default page_first and layer_first")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the host pool; a page has 64 KiB of each")
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of each row")
     parser.add_argument("--json", type=Path, help="a report is written there")
     arguments = parser.parse_args()
@@ -177,7 +178,7 @@ def main() -> int:
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {PAGES} pages a call")
     for layout in arguments.layout or ["page_first", "layer_first"]:
         with tempfile.TemporaryDirectory(prefix="bench-sglang-", dir=arguments.folder) as folder:
-            rows += measure(Path(folder), layout, arguments.pairs)
+            rows += measure(Path(folder), layout, arguments.layers, arguments.pairs)
     for row in rows:
         goal = "" if row.goal is None else f"goal {row.goal}" + ("" if row.ratio >= row.goal else ", MISSED")
         print(

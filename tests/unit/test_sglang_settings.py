@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +36,13 @@ def test_sglangs_own_keys_are_no_settings_and_ours_are() -> None:
 def test_each_rank_is_an_instance_of_its_own_with_files_of_its_own() -> None:
     found = read({"instance.id": "a", "pools.nvme.path": "/x:/y", "pools.nvme.slots": 8}, rank="-tp1").settings
     assert (found.instance.id, found.pools.nvme.path) == ("a-tp1", "/x-tp1:/y-tp1")
+    assert read({"pools.nvme.capacity_bytes": "1GiB"}, rank="-tp1").settings.pools.nvme.path == ""
+
+
+def test_a_block_device_is_no_ranks_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_block_device", lambda path: path == Path("/dev/nvme0n1"))
+    found = read({"pools.nvme.path": "/x:/dev/nvme0n1", "pools.nvme.slots": 8}, rank="-tp1").settings
+    assert found.pools.nvme.path == "/x-tp1:/dev/nvme0n1"
 
 
 def test_objects_have_one_block_because_a_get_begins_anywhere() -> None:

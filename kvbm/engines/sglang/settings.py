@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from kvbm.config import HbmSettings, Settings, Sources, check_settings, leaves, load_settings
+from kvbm.config import HbmSettings, Settings, Sources, check_settings, load_settings
 from kvbm.core.errors import ConfigError
+from kvbm.engines.extra_config import dotted_keys, paths_of_rank
 
 EXTRA = "--hicache-storage-backend-extra-config"
 FILE_KEY = "config"  # of the extra config: a TOML file with what it does not say itself
@@ -77,7 +78,7 @@ def read_extra(
         raise ConfigError(
             f'{EXTRA}: set "{_V1_KEY}": 1; without it SGLang copies each page once more, which is not served'
         )
-    given = {key: value for key, value in _flags(extra) if key not in _OF_SGLANG}
+    given = {key: value for key, value in dotted_keys(extra, EXTRA) if key not in _OF_SGLANG}
     path, model, revision, untested = (_text(given, key) for key in (FILE_KEY, MODEL_KEY, REVISION_KEY, UNTESTED_KEY))
     file = Path(path) if path else None
     own: dict[str, Any] = {
@@ -91,14 +92,13 @@ def read_extra(
     _check(loud)
     with_stream = quiet.nats.enabled or (loud.nats.enabled and loud.nats.url)  # on by default where it has an address
     pools = loud.pools
-    nvme_path = ":".join(_own(one, rank) for one in pools.nvme.path.split(":"))
     settings = msgspec.structs.replace(
         loud,
         instance=msgspec.structs.replace(loud.instance, id=loud.instance.id + rank),
         pools=msgspec.structs.replace(
             pools,
             hbm=msgspec.structs.replace(pools.hbm, slots=_HBM_SLOTS),
-            nvme=msgspec.structs.replace(pools.nvme, path=nvme_path),
+            nvme=msgspec.structs.replace(pools.nvme, path=paths_of_rank(pools.nvme.path, rank)),
             object=msgspec.structs.replace(pools.object, blocks=1 if pools.object.url else pools.object.blocks),
         ),
         nats=msgspec.structs.replace(loud.nats, enabled=bool(with_stream)),
@@ -124,21 +124,6 @@ def _text(given: dict[str, Any], key: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{EXTRA}: {key} is a text; {value!r} is none")
     return value
-
-
-def _flags(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The extra config as dotted keys. Raises ConfigError: a key is there twice, dotted and in a table."""
-    seen: set[str] = set()
-    for key, value in leaves(extra):
-        if key in seen:
-            raise ConfigError(f"{EXTRA}: {key} is given twice, dotted and in a table; keep one of them")
-        seen.add(key)
-        yield key, value
-
-
-def _own(path: str, rank: str) -> str:
-    """A file of this rank's own; a device is what it is, and who comes second finds it in use."""
-    return path if not path or Path(path).is_block_device() else path + rank
 
 
 def _name(host: str) -> str:

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvbm.config import HbmSettings, Settings, Sources, check_settings, leaves, load_settings
+from kvbm.config import HbmSettings, Settings, Sources, check_settings, load_settings
 from kvbm.core.errors import ConfigError
+from kvbm.engines.extra_config import dotted_keys, paths_of_rank
 from kvbm.engines.vllm.tested import UNTESTED_KEY
 
 EXTRA = "kv_connector_extra_config"
@@ -51,7 +52,7 @@ def settings_of(
     Raises: ConfigError: a key that does not exist (with the nearest one), a value of the wrong kind, what only the
         engine can set, or no room for blocks in HOST.
     """
-    as_given = dict(_flags(extra))
+    as_given = dict(dotted_keys(extra, EXTRA))
     as_given.pop(UNTESTED_KEY, None)
     given = {key: _numbered(value, data_parallel_rank) for key, value in as_given.items()}
     path = given.pop(FILE_KEY, None)
@@ -75,7 +76,7 @@ def settings_of(
     instance = loud.instance.id + ("" if "instance.id" in marks else rank)
     path = loud.pools.nvme.path
     if "pools.nvme.path" not in marks:
-        path = ":".join(_own(one, rank) for one in path.split(":"))
+        path = paths_of_rank(path, rank)
     settings = msgspec.structs.replace(
         loud,
         instance=msgspec.structs.replace(loud.instance, id=instance),
@@ -90,23 +91,8 @@ def settings_of(
     return settings
 
 
-def _own(path: str, rank: str) -> str:
-    """A file of this rank's own; a device is what it is, and who comes second finds it in use."""
-    return path if not path or Path(path).is_block_device() else path + rank
-
-
 def _numbered(value: Any, rank: int) -> Any:
     return value.replace(RANK_PLACE, str(rank)) if isinstance(value, str) else value
-
-
-def _flags(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The extra config as dotted keys. Raises ConfigError: a key is there twice, dotted and in a table."""
-    seen: set[str] = set()
-    for key, value in leaves(extra):
-        if key in seen:
-            raise ConfigError(f"{EXTRA}: {key} is given twice, dotted and in a table; keep one of them")
-        seen.add(key)
-        yield key, value
 
 
 def _check_hbm(given: HbmSettings) -> None:

@@ -37,7 +37,8 @@ def test_whoever_follows_the_page_has_a_hit(tmp_path: Path) -> None:
         data = text.replace("/var/lib/kvbm", str(tmp_path / "data")).replace("COMMIT", COMMIT)
         return re.sub(r'"[0-9]+GiB"', '"16MiB"', data)
 
-    module, arguments = re.split(r"(?<=launch_server) ", here(command("python -m sglang")), maxsplit=1)
+    launch = here(command("python -m sglang")).replace("\\\n", "")  # as a shell joins lines
+    module, arguments = re.split(r"(?<=launch_server) ", launch, maxsplit=1)
     assert module == "python -m sglang.launch_server"
     follow = shlex.join(["python", "-m", "tests.engines.sglang.harness.follow", *shlex.split(arguments)])
     told = json.loads(environment.run(follow, tmp_path).splitlines()[-1])
