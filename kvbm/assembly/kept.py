@@ -61,7 +61,7 @@ def kept_in_nvme(
             generations.note_scan(True)  # before an epoch begins that says nothing of these blocks
         except PoolError as error:
             log.warning("salvage.unnoted", why=str(error), effect="a process that dies now leaves what was not found")
-    if nvme.opened == "reopened" and (nvme.notice or scans or nvme.room_slots):
+    if nvme.opened == "reopened":
         log.info(
             "pool.kept",
             tier="NVME",
@@ -69,7 +69,7 @@ def kept_in_nvme(
             moves_blocks=len(beyond),
             given_up_blocks=max(0, len(blocks) - nvme.slots),
             is_scanned=scans,
-            why=nvme.notice or "its journal is not whole",
+            why=nvme.notice or ("its journal is not whole" if scans else ""),
         )
     sealed = settings.pools.nvme.encrypt
     return inside, SalvagePlan(scans, beyond, watched.keeps_run, settings.pools.nvme.depth, sealed)

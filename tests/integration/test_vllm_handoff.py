@@ -4,6 +4,7 @@ lend to each other, beside a catalog and a nats-server. The engines are scripts 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ import pytest
 
 from kvbm.assembly import open_engine_manager
 from kvbm.config import load_settings
-from kvbm.core.ids import HASH_BYTES, Namespace, Tier
+from kvbm.core.ids import HASH_BYTES, Namespace, Tier, split_slots
 from kvbm.engines.vllm.handoff import KEY, HandoffRules, hint_of
 from kvbm.engines.vllm.roles import EngineRole
 from kvbm.pools.stores.memory import MemoryStore
@@ -70,15 +71,16 @@ def ended(engine: Engine, request: Request) -> dict[str, Any] | None:
     return engine.scheduler.finished(request, engine.ids(request), is_answered=True)
 
 
-def loaded(engine: Engine, request: Request, found: int) -> None:
+def loaded(engine: Engine, request: Request, found: int, undelivered: int = 0) -> None:
     """What was found is loaded, and every byte of it is right."""
     engine.admit(request, 0, found)
     engine.step()
     request.num_computed_tokens = found
     engine.check(request, found // BLOCK_TOKENS)
     numbers = engine.scheduler._numbers.data
-    assert numbers.get("delivered_blocks", 0) == numbers.get("predicted_blocks", 0)  # what came was there
-    assert not numbers.get("undelivered_blocks")
+    assert numbers.get("delivered_blocks", 0) + undelivered >= numbers.get("predicted_blocks", 0)
+    assert all(count > 0 for count in numbers.get("undelivered_blocks", {}).values())
+    assert undelivered or "undelivered_blocks" not in numbers  # what came was there
 
 
 def peer_reads(engine: Engine) -> int:
@@ -324,3 +326,91 @@ def test_clients_cannot_have_all_of_host_kept(pair: Pair) -> None:
         assert ended(prefiller, computed(prefiller, prompt)) is not None
         prefiller.step()
     assert prefiller.manager.stats().kept_blocks[Tier.HOST] == 16
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_two_decoders_of_one_prompt_both_get_it(pair: Pair, at_once: bool) -> None:
+    prefiller, decoder = two(pair)
+    third = opened_engine(pair, "third", RULES)
+    pair.is_heard("third")
+    params = ended(prefiller, computed(prefiller, PROMPT))
+    requests = [(one, Request(PROMPT, params)) for one in (decoder, third)]
+    if at_once:
+        for one, request in requests:
+            assert one.scheduler.loads.matched(request, 0) is None
+    prefiller.step()
+    for one, request in requests:
+        assert one.ask(request) == 32
+        loaded(one, request, 32)
+        assert peer_reads(one) == BLOCKS
+    eventually(lambda: not prefiller.manager.stats().kept_blocks[Tier.HOST], "blocks that both have are kept on")
+
+
+def test_a_decoder_that_is_asked_twice_reads_once(pair: Pair) -> None:
+    prefiller, decoder = two(pair)
+    params = ended(prefiller, computed(prefiller, PROMPT))
+    first, second = Request(PROMPT, params), Request(PROMPT, params)
+    assert [decoder.scheduler.loads.matched(one, 0) for one in (first, second)] == [None, None]
+    prefiller.step()
+    for one in (first, second):
+        assert decoder.ask(one) == 32
+        loaded(decoder, one, 32)
+    assert peer_reads(decoder) == BLOCKS
+
+
+def test_a_decoder_whose_host_is_full_takes_what_fits(pair: Pair) -> None:
+    prefiller, decoder = two(pair, GIVES_UP, pools__host__slots=4, pools__nvme__slots=0)
+    params = ended(prefiller, computed(prefiller, PROMPT))
+    prefiller.step()
+    request = Request(PROMPT, params)
+    assert decoder.ask(request) == 4 * BLOCK_TOKENS
+    loaded(decoder, request, 4 * BLOCK_TOKENS, undelivered=4)
+    decoder.scheduler.finished(request, decoder.ids(request))
+    eventually(lambda: unpinned(decoder) == 4, "something stays pinned", state=lambda: unpinned(decoder))
+
+
+def test_a_block_that_is_spoilt_in_the_prefillers_host_is_computed(pair: Pair) -> None:
+    prefiller, decoder = two(pair, GIVES_UP)
+    params = ended(prefiller, computed(prefiller, PROMPT))
+    prefiller.step()
+    chain = chain_of(decoder, PROMPT)
+    ledger = prefiller.manager._ledger
+    found = ledger.match(chain, True, Tier.HOST, SPACE.id)
+    slot = split_slots(found.slots)[5]
+    ledger.unpin(Tier.HOST, found.slots)
+    prefiller.host[slot, 3] ^= 0x10
+    request = Request(PROMPT, params)
+    assert decoder.ask(request) == 5 * BLOCK_TOKENS
+    loaded(decoder, request, 5 * BLOCK_TOKENS, undelivered=3)
+    stats = decoder.manager.stats().peers
+    assert stats is not None and stats.corrupt_blocks >= 1
+
+
+def test_bytes_that_are_late_are_computed_and_pin_nothing_when_they_come(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefiller, decoder = two(pair, onboard__wait_s=0.2)
+    params = ended(prefiller, computed(prefiller, PROMPT))
+    prefiller.step()
+    peers, gate = decoder.manager.pools.peers, threading.Event()
+    assert peers is not None
+    read = peers.read
+
+    def late(*given: Any) -> Any:
+        assert gate.wait(WAIT_S)
+        return read(*given)
+
+    monkeypatch.setattr(peers, "read", late)
+    request = Request(PROMPT, params)
+    assert decoder.ask(request) == 0
+    assert decoder.manager.stats().late_slots > 0
+    gate.set()
+    slots = decoder.manager.pools.slots[Tier.HOST].slots
+    eventually(lambda: unpinned(decoder) == slots, "something stays pinned", state=lambda: unpinned(decoder))
+    again = Request(PROMPT, params)
+    assert decoder.ask(again) == 32  # what was late serves the next request
+    loaded(decoder, again, 32)
+
+
+def chain_of(engine: Engine, tokens: list[int]) -> bytes:
+    return engine.scheduler.requests.state_of(Request(tokens)).hashes(0, 0, BLOCKS, engine.scheduler._derive)

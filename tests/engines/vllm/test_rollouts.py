@@ -4,6 +4,7 @@ answers right, and hits what could be kept.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.engines.vllm.harness.words import BLOCK_TOKENS, Ask
 FULL = pytest.mark.engines_full
 WAIT_S = 120.0
 SLOTS = 120
+TALKATIVE = {"VLLM_LOGGING_LEVEL": "INFO"}
 
 
 def nvme(slots: int = SLOTS) -> dict[str, int]:
@@ -42,14 +44,23 @@ def instance_folder(folder: Path) -> Path:
     return folder / "instances" / folder.name
 
 
+def kept_line(engine: Engine) -> dict[str, int]:
+    """The numbers of the one line that says what a start has kept."""
+    (line,) = [one for one in engine.log.read_text().splitlines() if "pool.kept" in one]
+    return {name: int(value) for name, value in re.findall(r"(\w+_blocks)=(\d+)", line)}
+
+
 @pytest.mark.parametrize("slots", [SLOTS - 1, SLOTS + 50])
 def test_another_size_keeps_what_fits(engines, llama, truth, tmp_path, slots):
     asks = truth.prompts("sizes", 3, 300)
     with engines.running(with_kvbm(llama, tmp_path / "a", nvme())) as engine:
         fill(engine, truth, asks)
-    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(slots))) as engine:
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(slots), environment=TALKATIVE)) as engine:
         salvaged(engine)
         scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
+    said = kept_line(engine)
+    assert said["kept_blocks"] + said["moves_blocks"] == sum(len(ask.tokens) // BLOCK_TOKENS for ask in asks)
+    assert said["given_up_blocks"] == 0
 
 
 def test_a_pool_too_small_for_all_keeps_the_latest_prompt(engines, llama, truth, tmp_path):
@@ -58,9 +69,10 @@ def test_a_pool_too_small_for_all_keeps_the_latest_prompt(engines, llama, truth,
     with engines.running(with_kvbm(llama, tmp_path / "a", nvme())) as engine:
         for ask in asks:
             fill(engine, truth, [ask])
-    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(blocks))) as engine:
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(blocks), environment=TALKATIVE)) as engine:
         salvaged(engine)
         scenarios.ask_after_garbage(engine, truth, asks[-1:], reusable(asks[-1:]))
+    assert kept_line(engine)["given_up_blocks"] == sum(len(ask.tokens) // BLOCK_TOKENS for ask in asks) - blocks
 
 
 @pytest.mark.parametrize(
@@ -80,13 +92,43 @@ def test_blocks_of_another_kind_are_set_aside(engines, llama, truth, tmp_path, o
         scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
 
 
-@FULL
-def test_another_number_of_ranks_starts_cold(engines, llama, truth, tmp_path):
-    asks = truth.prompts("ranks", 2, 300)
+def test_another_model_in_its_place_starts_cold_and_answers_right(engines, llama, truth_of, tmp_path):
+    one, other = truth_of("llama"), truth_of("llama-deep")
+    asks = one.prompts("models", 2, 300)
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme())) as engine:
+        fill(engine, one, asks)
+    with engines.running(with_kvbm(engines.model("llama-deep"), tmp_path / "a", nvme())) as engine:
+        assert engine.in_core("held")["NVME"] == 0
+        of_other = other.prompts("models", 2, 300)
+        fill(engine, other, of_other)
+        scenarios.ask_after_garbage(engine, other, of_other, reusable(of_other))
+    assert list(instance_folder(tmp_path / "a").glob("nvme.pool.aside-*"))
+
+
+FOREIGN = b"something else " * 1000
+
+
+def test_a_foreign_file_in_the_pools_place_is_set_aside(engines, llama, truth, tmp_path):
+    asks = truth.prompts("foreign", 2, 300)
+    place = instance_folder(tmp_path / "a") / "nvme.pool"
+    place.parent.mkdir(parents=True)
+    place.write_bytes(FOREIGN)
     with engines.running(with_kvbm(llama, tmp_path / "a", nvme())) as engine:
         fill(engine, truth, asks)
-    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(), ranks=2, core="process")) as engine:
+        scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
+    assert place.with_name("nvme.pool.aside-1").read_bytes() == FOREIGN
+
+
+@FULL
+@pytest.mark.parametrize(("first", "then"), [(1, 2), (2, 1)])
+def test_another_number_of_ranks_starts_cold(engines, llama, truth, tmp_path, first, then):
+    asks = truth.prompts("ranks", 2, 300)
+    of = {1: {}, 2: {"ranks": 2, "core": "process"}}
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(), **of[first])) as engine:
+        fill(engine, truth, asks)
+    with engines.running(with_kvbm(llama, tmp_path / "a", nvme(), **of[then])) as engine:
         scenarios.ask(engine, truth, asks, [0] * 2)
+    assert list(instance_folder(tmp_path / "a").glob("nvme.pool.aside-*"))
 
 
 def _flip(path: Path, at: int) -> None:

@@ -60,13 +60,17 @@ def test_the_model_has_groups_of_states_and_one_of_attention(engine):
     assert engine.kv_groups() == [Group("MambaSpec", 64, 1)] * 3 + [Group("FullAttentionSpec", 64, 1)]
 
 
+@pytest.mark.smoke
 def test_a_prompt_is_read_back_from_each_tier(engine, truth):
     asks = [truth.prompt(f"tiers-{tokens}", tokens) for tokens in (20, 64, 70, 128, 140, 300, 500)]
     scenarios.ask(engine, truth, asks, [0] * len(asks))
     scenarios.ask_after_garbage(engine, truth, asks, [whole(ask) for ask in asks])
+    warm = engine.in_core("counted")
+    assert warm["hits_HOST"] > 0 and not warm["hits_NVME"]
     engine.offload()
     engine.in_core("drop", "HOST")
     scenarios.ask_after_garbage(engine, truth, asks, [whole(ask) for ask in asks])
+    assert engine.in_core("counted")["hits_NVME"] > 0
 
 
 def test_where_prompts_part_a_state_is_left_for_the_next(engine, truth):
@@ -113,6 +117,7 @@ def reach_of(groups: Sequence[tuple[bool, int, Sequence[bool]]], limit: int) -> 
     return 0
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("liar", ["states_of_another_boundary", "states_of_another_request"])
 def test_an_engine_that_loads_another_state_is_found_out(engines, truth, tmp_path, liar):
     asks = truth.prompts("liar", 2, 300)
