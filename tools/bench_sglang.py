@@ -174,6 +174,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=PAIRS, help="of each row")
     parser.add_argument("--json", type=Path, help="a report is written there")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # as SGLang does beside a GPU; with more, the file backend's copies wait for a busy core
     rows: list[Row] = []
     print(f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {PAGES} pages a call")
     for layout in arguments.layout or ["page_first", "layer_first"]:
