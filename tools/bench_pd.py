@@ -42,12 +42,12 @@ TURN_TOKENS = 64  # of an answer, and of what follows it in the next turn
 CONTEXT_TOKENS = 4096
 HBM_BLOCKS, HOST_BLOCKS = 640, 1024
 SERVED = {"context_tokens": CONTEXT_TOKENS, "hbm_blocks": HBM_BLOCKS, "hbm_bytes": HBM_BLOCKS << 18}
-SETTINGS = {"pools.host.slots": HOST_BLOCKS, "handoff.ttl_s": 60.0, "handoff.keep_s": 60.0}
+SETTINGS = {"pools.host.slots": HOST_BLOCKS, "handoff.ttl_s": 60.0}
 GOAL_HANDOFF_MS = {50: 10.0, 99: 50.0}
 GOAL_OF_COMPUTING = 0.25
 FIRST_S, TOKEN_S = 2.0, 0.1  # what a client of the goodput part wants
 LOAD_TOKENS, LOAD_OUTPUT = 1024, 32
-RATES_HZ = (0.4, 0.8, 1.2)
+RATES_HZ = (0.5, 1.0, 1.5)
 
 
 class Row(NamedTuple):
@@ -78,9 +78,9 @@ def handoff(site: Site, samples: int) -> list[Row]:
         site.forget()
         site.proxies.legs.clear()
         took = streamed(site.url(DECODE), ask_of(f"plain-{number}", PROMPT_TOKENS))
-        site.settle()
+        site.settle(has_kept=True)
         moved = site.ask_times(ask_of(f"handoff-{number}", PROMPT_TOKENS))
-        site.settle()
+        site.settle(has_kept=True)
         (there_s,) = site.decoder.in_core(f"{INSIDE}:taken")[-1:]
         if number >= 0:
             computed_s.append(took.first_s)
@@ -114,13 +114,14 @@ def resumed(site: Site, samples: int) -> list[Row]:
     for number in range(-1, samples):
         site.forget()
         first = ask_of(f"turn-{number}", PROMPT_TOKENS - TURN_TOKENS, TURN_TOKENS)
+        first = first._replace(transfer={"kvbm.keep_s": 60})
         said = site.begin(DECODE, first).answer().tokens
         site.forget()
         total = PROMPT_TOKENS + TURN_TOKENS
         again = streamed(site.url(DECODE), ask_of(f"more-{number}", total, 1, (*first.tokens, *said)))
-        site.settle()
+        site.settle(has_kept=True)
         plain = streamed(site.url(DECODE), ask_of(f"long-{number}", total))
-        site.settle()
+        site.settle(has_kept=True)
         if number >= 0:
             ratios.append(again.first_s / plain.first_s)
     return [Row("first token of a resumed turn over computing it", spread(ratios), f"≤ {GOAL_OF_COMPUTING}")]
@@ -162,7 +163,7 @@ def goodput(site: Site, plain: list[ApiServer], requests: int) -> list[Row]:
         }
         for name, ask in sides.items():
             good, first_s, each_s = load(ask, rate_hz, requests)
-            site.settle()
+            site.settle(has_kept=True)
             rows.append(
                 Row(
                     f"{name}, {rate_hz:g} requests a second: first token ≤ {FIRST_S:g} s, others ≤ {TOKEN_S:g} s each",
@@ -218,7 +219,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("handoff", "resumed", "goodput"), action="append")
     parser.add_argument("--samples", type=int, default=30)
-    parser.add_argument("--requests", type=int, default=40, help="of each load")
+    parser.add_argument("--requests", type=int, default=30, help="of each load")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     parts = options.only or ["handoff", "resumed", "goodput"]
