@@ -6,6 +6,7 @@ Tests with SGLang's own pools are in tests/engines/sglang.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,8 +30,8 @@ class ArrayPool:
         firsts = indices.tolist()[::PAGE_TOKENS]
         if self.layout == "layer_first":
             layer, values = self.size * token, LAYERS * self.size * token
-            found = [base + kv * values + at * layer + first * token
-                     for first in firsts for at in range(LAYERS) for kv in range(2)]  # fmt: skip
+            parts = itertools.product(firsts, range(LAYERS), range(2))
+            found = [base + kv * values + at * layer + first * token for first, at, kv in parts]
             return found, [PAGE_TOKENS * token] * len(found)
         token *= LAYERS
         found = [base + kv * self.size * token + first * token for first in firsts for kv in range(2)]
