@@ -7,7 +7,8 @@ from typing import Any
 
 from tests.engines.vllm.harness.core_access import _half
 
-_taken: list[float] = []
+_seen: dict[str, float] = {}  # request → when vLLM asked for it first
+_taken: list[tuple[float, float]] = []
 
 
 def watch(core: Any) -> None:
@@ -16,14 +17,15 @@ def watch(core: Any) -> None:
     matched = loads.matched
 
     def noted(request: Any, computed_tokens: int) -> int | None:
+        seen_s = _seen.setdefault(request.request_id, time.monotonic())
         tokens = matched(request, computed_tokens)
         if tokens:
-            _taken.append(time.monotonic())
+            _taken.append((seen_s, time.monotonic()))
         return tokens
 
     loads.matched = noted
 
 
-def taken(core: Any) -> list[float]:
-    """The moments, `time.monotonic` of this machine."""
+def taken(core: Any) -> list[tuple[float, float]]:
+    """When each prompt was asked for first, and when it was there; `time.monotonic` of this machine."""
     return _taken

@@ -71,7 +71,7 @@ class Site:
         self.block_bytes = self.decoder.inside("block_bytes")
         self.proxies = Proxies({PREFILL: self.prefiller.url, DECODE: self.decoder.url})
         self._router_url = f"http://127.0.0.1:{free_port()}"
-        self._router = self._start_router()
+        self._router = self._start_router(self._router_url, self.proxies.urls)
 
     def close(self) -> None:
         """Have all of it gone."""
@@ -153,15 +153,15 @@ class Site:
         settings = self.cluster.settings | self._settings
         return ApiServer(self._model, connector(folder, settings), folder, **self._options)
 
-    def _start_router(self) -> Child:
+    def _start_router(self, url: str, engines: Mapping[str, str]) -> Child:
         program = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
         if program is None:
             raise ServerMissingError("vllm-router", "vllm-router==0.1.17, as `make test-pd` does")
-        host, _, port = self._router_url.removeprefix("http://").partition(":")
+        host, _, port = url.removeprefix("http://").partition(":")
         command = [program, "--vllm-pd-disaggregation", "--host", host, "--port", port]
-        command += ["--prefill", self.proxies.urls[PREFILL], "--decode", self.proxies.urls[DECODE]]
+        command += ["--prefill", engines[PREFILL], "--decode", engines[DECODE]]
         command += ["--prometheus-port", str(free_port())]
-        return start_http("router", command, f"{self._router_url}/health", self._folder / "logs", START_WAIT_S)
+        return start_http("router", command, f"{url}/health", self._folder / "logs", START_WAIT_S)
 
     def _counts(self) -> tuple[float, ...]:
         """As `Moved`, since the start; of a prefiller that was killed what it said last."""
