@@ -821,8 +821,10 @@ def begun(engine: Engine, tokens: list[int]) -> tuple[Request, StateOffer]:
     return request, StateOffer(request.request_id, 1, request.blocks[1][at - 1].block_id, at * BLOCK_TOKENS)
 
 
-def plan_with(engine: Engine, *offers: StateOffer, finished: tuple[str, ...] = ()) -> StepPlan:
-    return engine.scheduler.plan({offer.request_id: 8 for offer in offers}, 8, (), offers, finished)
+def plan_with(
+    engine: Engine, *offers: StateOffer, finished: tuple[str, ...] = (), preempted: tuple[str, ...] = ()
+) -> StepPlan:
+    return engine.scheduler.plan({offer.request_id: 8 for offer in offers}, 8, preempted, offers, finished)
 
 
 def test_a_state_is_kept_when_it_is_offered_and_copied_once_it_is_computed(recurrent: Engine) -> None:
@@ -874,6 +876,7 @@ def test_what_is_offered_too_late_or_is_not_the_states_block_is_not_stored(recur
     strange = engine.pool.blocks[engine.pool.free[-1]].block_id
     for plan in (
         plan_with(engine, offer, finished=(offer.request_id,)),
+        plan_with(engine, offer, preempted=(offer.request_id,)),
         plan_with(engine, offer._replace(request_id="gone")),
         plan_with(engine, offer._replace(tokens=14)),  # within a block
         plan_with(engine, offer._replace(tokens=12)),  # another boundary's
@@ -884,7 +887,7 @@ def test_what_is_offered_too_late_or_is_not_the_states_block_is_not_stored(recur
     ):
         engine.work(plan)
         assert not plan.stores
-    assert engine.scheduler.take_numbers()["states_lost"] == 2
+    assert engine.scheduler.take_numbers()["states_lost"] == 3
     engine.compute(request)
     engine.end(request)
     assert engine.run(list(range(17))) == 0

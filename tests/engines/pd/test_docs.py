@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -157,7 +157,7 @@ def reader(model: str, tmp_path: Path) -> Iterator[Reader]:
     own, path = environment.variables["PATH"].partition(os.pathsep)[0], CPU["PATH"]
     others = {name: value for name, value in environment.variables.items() if not name.startswith("KVBM_")}
     environment.variables = others | PATIENT | CPU | {"PATH": f"{own}{os.pathsep}{path}"}
-    with _closing(Reader(environment, folder, model)) as reader:
+    with closing(Reader(environment, folder, model)) as reader:
         yield reader
     shutil.rmtree(folder / "kvbm-data", ignore_errors=True)
 
@@ -202,14 +202,6 @@ def test_the_first_prompt_of_whoever_follows_the_page_is_a_hit(reader: Reader):
     assert told.came_tokens + told.computed_tokens == tokens
     assert 0 < told.computed_tokens <= MOST_BLOCK_TOKENS
     assert told.came_tokens % told.lent_blocks == 0, "other blocks came than another instance lent"
-
-
-@contextmanager
-def _closing(reader: Reader) -> Iterator[Reader]:
-    try:
-        yield reader
-    finally:
-        reader.close()
 
 
 def _listens(port: int) -> bool:
