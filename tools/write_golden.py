@@ -1,4 +1,4 @@
-"""Write the golden files of tests/golden: bytes and hashes fixed for both languages.
+"""Write the golden files of tests/golden, and kvbm/hash_vectors.json: bytes and hashes fixed for all languages.
 
 Run by hand, and only when a format gains a version: a golden file that has been released is never rewritten.
 
@@ -12,6 +12,7 @@ import json
 import struct
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,14 +35,16 @@ from kvbm.core.events import (
     StopReason,
 )
 from kvbm.core.fold import residency_mix
-from kvbm.core.hashing import sequence_hashes
-from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, SequenceHash, Tier, pack_slots
+from kvbm.core.hashing import derived_hashes, sequence_hashes
+from kvbm.core.ids import Epoch, InstanceId, Namespace, Offset, Reach, SequenceHash, Tier, pack_slots, split_hashes
 from kvbm.pools.base import Proof
 from kvbm.pools.object.header import OBJECT_VERSION, encode_object_headers
 from kvbm.reference.block_coding import encode_block
 from tests.coded_blocks import golden_cases
 
-GOLDEN = Path(__file__).parent.parent / "tests" / "golden"
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+VECTORS = "../../kvbm/hash_vectors.json"
 
 
 def namespace(tenant: str = "") -> Namespace:
@@ -58,27 +61,41 @@ def hash_cases() -> list[dict[str, object]]:
     """Token sequences and their hashes."""
     root = namespace().root(b"secret")
     keys = [b"", b"image", bytes(100)]
-    cases = []
-    for name, tokens, block_tokens, extra in (
-        ("empty", [], 4, []),
-        ("a partial block has no hash", [1, 2, 3], 4, []),
-        ("three blocks and a rest", list(range(14)), 4, []),
-        ("one token a block", [0, 1, 2**32 - 1], 1, []),
-        ("sixteen tokens a block", [(7 * index) ** 3 % 128_000 for index in range(64)], 16, []),
-        ("extra keys", list(range(12)), 4, keys),
-    ):
-        hashes = sequence_hashes(tokens, block_tokens, root, extra)
-        cases.append(
-            {
-                "name": name,
-                "tokens": tokens,
-                "block_tokens": block_tokens,
-                "root": root.hex(),
-                "extra_keys": [key.hex() for key in extra],
-                "hashes": hashes.hex(),
-            }
+    return [
+        {
+            "name": name,
+            "root": root.hex(),
+            "block_tokens": block_tokens,
+            "tokens": tokens,
+            "extra_keys": [key.hex() for key in extra],
+            "hashes": [block.hex() for block in split_hashes(sequence_hashes(tokens, block_tokens, root, extra))],
+        }
+        for name, tokens, block_tokens, extra in (
+            ("empty", [], 4, []),
+            ("a partial block has no hash", [1, 2, 3], 4, []),
+            ("one full block", [1, 2, 3, 4], 4, []),
+            ("three blocks and a rest", list(range(14)), 4, []),
+            ("one token a block, the least and the largest ids", [0, 1, 2**31, 2**32 - 1], 1, []),
+            ("sixteen tokens a block", [(7 * index) ** 3 % 128_000 for index in range(64)], 16, []),
+            ("extra keys, the first one empty", list(range(12)), 4, keys),
+            ("an extra key amid plain blocks, and a rest", list(range(15)), 4, [b"", b"image", b""]),
         )
-    return cases
+    ]
+
+
+def derived_cases() -> list[dict[str, object]]:
+    """Another engine's block hashes, and what they are in kvbm."""
+    root = namespace().root(b"secret")
+    digests = [bytes(range(32)), b"\xff" * 32, b"a digest of any length"]
+    hashes = split_hashes(derived_hashes(root, digests))
+    return [
+        {
+            "name": "three of an engine",
+            "root": root.hex(),
+            "digests": [digest.hex() for digest in digests],
+            "hashes": [block.hex() for block in hashes],
+        }
+    ]
 
 
 def checksum_cases() -> list[dict[str, object]]:
@@ -103,11 +120,15 @@ def checksum_cases() -> list[dict[str, object]]:
 
 
 def namespace_cases() -> list[dict[str, object]]:
-    """Namespaces by the fields that were given, with their ids, and their roots under a secret."""
-    given: list[tuple[str, dict[str, str | int], bytes]] = [
-        ("the least", {"model": "m", "block_tokens": 16}, b""),
+    """Namespaces by all of their fields, with their canonical forms, ids, and roots under a secret."""
+    given: list[tuple[str, dict[str, Any], bytes]] = [
         (
-            "every field of the first release",
+            "nothing but a model and a block size, all else as by default; no secret",
+            {"model": "m", "block_tokens": 16},
+            b"",
+        ),
+        (
+            "every field",
             {
                 "model": "org/model",
                 "block_tokens": 32,
@@ -118,22 +139,54 @@ def namespace_cases() -> list[dict[str, object]]:
                 "ranks": "tp2",
                 "lora": "a",
                 "tenant": "acme",
-                "scheme": "vllm.sha256",
+                "scheme": "vllm-sha256",
                 "scheme_seed": -7,
             },
             b"secret",
+        ),
+        (
+            "a quote, a backslash, a slash, and what HTML would escape",
+            {"model": "a\"b\\c/d<e>f&g'h", "block_tokens": 1, "tenant": "é"},
+            "schlüssel".encode(),
+        ),
+        (
+            "control characters",
+            {"model": "\b\f\n\r\t\x00\x01\x0b\x1f\x7f", "block_tokens": 1},
+            b"\x00",
+        ),
+        (
+            "characters beyond ASCII: U+00E9, U+2028, U+2029, U+FFFF, U+1F600",
+            {"model": "\u00e9\u2028\u2029\uffff\U0001f600", "block_tokens": 1},
+            b"",
+        ),
+        ("a secret longer than a block of SHA-256", {"model": "m", "block_tokens": 16}, bytes(range(100))),
+        (
+            "the largest whole number that is safe in a double",
+            {"model": "m", "block_tokens": 16, "scheme_seed": 2**53 - 1},
+            b"",
         ),
     ]
     return [
         {
             "name": name,
-            "fields": fields,
-            "secret": secret.hex(),
+            "fields": {field: getattr(Namespace(**fields), field) for field in Namespace.__struct_fields__},
+            "canonical": Namespace(**fields).canonical().decode(),
             "id": Namespace(**fields).id.hex(),
+            "secret": secret.hex(),
             "root": Namespace(**fields).root(secret).hex(),
         }
         for name, fields, secret in given
     ]
+
+
+def vectors() -> bytes:
+    """kvbm/hash_vectors.json: one line a case."""
+    told = {"namespaces": namespace_cases(), "prompts": hash_cases(), "derived": derived_cases()}
+    parts = []
+    for name, cases in told.items():
+        lines = ",\n".join(f"  {json.dumps(case)}" for case in cases)
+        parts.append(f' "{name}": [\n{lines}\n ]')
+    return ("{\n" + ",\n".join(parts) + "\n}\n").encode()
 
 
 def digest_cases() -> list[dict[str, object]]:
@@ -247,15 +300,14 @@ def plain(value: object) -> object:
 
 
 def golden_files() -> dict[str, bytes]:
-    """Every golden file's name and contents."""
+    """Every golden file's contents, by where it lies seen from GOLDEN."""
 
     def text(value: object) -> bytes:
         return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
 
     return {
-        "sequence_hashes.json": text(hash_cases()),
+        VECTORS: vectors(),
         "checksums.json": text(checksum_cases()),
-        "namespaces.json": text(namespace_cases()),
         "digests.json": text(digest_cases()),
         "coded_blocks_v1.bin": coded_blocks(),
         "frame_v1.bin": encode_frame(frame()),
@@ -280,7 +332,7 @@ def main() -> None:
             refused.append(name)
             continue
         path.write_bytes(contents)
-        print(f"wrote {path.relative_to(GOLDEN.parent.parent)}, {len(contents)} bytes")
+        print(f"wrote {path.resolve().relative_to(ROOT)}, {len(contents)} bytes")
     if refused:
         sys.exit(
             f"{', '.join(refused)} would change; a format that changes needs a new version, or --rewrite before release"

@@ -26,7 +26,7 @@ def sequence_hashes(
         extra_keys: for each full block what else its KV depends on (an image's digest, say); empty for none at all.
     Returns: T // B hashes, packed, 16 bytes each, in prompt order.
     Raises: LayoutError: B is below 1, the root is not 16 bytes, a token does not fit, or extra keys are miscounted.
-    Source: docs/hash.md; checked against tests/golden/sequence_hashes.json.
+    Source: docs/hash.md; checked against kvbm/hash_vectors.json.
     """
     columns = token_column(tokens)
     _check(block_tokens, [root])
