@@ -29,7 +29,13 @@ def both_ways(
 
     def made(*arguments: P.args, **options: P.kwargs) -> Report:
         native = report(*arguments, **options, backend=NATIVE, fold=NATIVE_FOLD, **natively)  # type: ignore[arg-type]
-        readable = report(*arguments, **options, backend=REFERENCE, fold=Residencies, **readably)  # type: ignore[arg-type]
+        readable = report(
+            *arguments,
+            **options,
+            backend=REFERENCE,
+            fold=Residencies,
+            **readably,  # type: ignore[arg-type]
+        )
         if isinstance(native, verifying.Verified) and isinstance(readable, verifying.Verified):
             assert (native.fold, readable.fold) == ("native", "reference")
             readable.fold = native.fold

@@ -1,10 +1,12 @@
 """The sizes that the project keeps small: files, classes, functions and constructors of kvbm/, files and functions of
-native/.
+native/, and the lines of all that somebody writes.
 
 python tools/sizes.py           what is above a limit; exit 1 where something is
 python tools/sizes.py --all 10  ... and the ten largest of each kind
 
-A line counts in Python where it has code: what is blank, a comment or a docstring does not.
+A line counts in Python where it has code: what is blank, a comment or a docstring does not. How wide a line is counts
+everywhere, in characters; in Markdown, of prose: tables, fenced blocks and what stands alone, as a long link, may be
+wider.
 
 A limit is no aim. What has to be larger stands in ALLOWED with the reason.
 """
@@ -15,6 +17,7 @@ import argparse
 import ast
 import io
 import re
+import subprocess
 import sys
 import tokenize
 from bisect import bisect_left, bisect_right
@@ -31,6 +34,7 @@ LIMITS = {
     "constructor": 10,  # parameters, `self` not counted
     "C++ file": 1200,
     "C++ function": 90,
+    "line": 120,  # columns
 }
 
 # (kind, what) → why it may be larger than its limit.
@@ -51,7 +55,7 @@ class Size(NamedTuple):
     Attributes:
         kind: a key of LIMITS.
         what: the path below the root, and the name within it.
-        size: lines, of Python those with code, or parameters of a constructor.
+        size: lines, of Python those with code; parameters of a constructor; columns of a line.
     """
 
     kind: str
@@ -123,13 +127,44 @@ def native_sizes(root: Path) -> Iterator[Size]:
         yield Size("C++ file", str(path.relative_to(root)), len(path.read_text().splitlines()))
 
 
+_WRITTEN_NAMES = {"CMakeLists.txt", "Dockerfile", "Makefile"}
+_WRITTEN_SUFFIXES = {".cmake", ".cpp", ".cu", ".hpp", ".md", ".py", ".pyi", ".sh", ".toml", ".yaml", ".yml"}
+_FENCE = re.compile(r"\s*(```+|~~~+)")
+
+
+def line_sizes(root: Path) -> Iterator[Size]:
+    """Lines of the files that git keeps or would take, where somebody writes them: nothing generated, no data."""
+    listed = ["git", "-c", "safe.directory=*", "ls-files", "-z", "-co", "--exclude-standard"]
+    for where in sorted(set(subprocess.check_output(listed, cwd=root, text=True).split("\0"))):
+        path = root / where
+        is_written = path.name in _WRITTEN_NAMES or path.suffix in _WRITTEN_SUFFIXES or path.parent.name == ".ci"
+        if is_written and path.is_file():  # one that is deleted is still listed
+            lines = path.read_text().split("\n")
+            for number, line in _prose(lines) if path.suffix == ".md" else enumerate(lines, 1):
+                yield Size("line", f"{where}:{number}", len(line))
+
+
+def _prose(lines: list[str]) -> Iterator[tuple[int, str]]:
+    """The lines of Markdown that can be broken: outside tables and fences, and of more than one word."""
+    fence = ""
+    for number, line in enumerate(lines, 1):
+        found = _FENCE.match(line)
+        if found and not fence:
+            fence = found[1]
+        elif found and found[1].startswith(fence):
+            fence = ""
+        elif not fence and not line.lstrip().startswith("|") and len(line.split()) > 1:
+            yield number, line
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print what is too large. Returns 1 where something is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", type=int, default=0, metavar="N", help="print the N largest of each kind as well")
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     options = parser.parse_args(arguments)
-    sizes = sorted([*python_sizes(options.root), *native_sizes(options.root)], key=lambda one: -one.size)
+    found = [*python_sizes(options.root), *native_sizes(options.root), *line_sizes(options.root)]
+    sizes = sorted(found, key=lambda one: -one.size)
     for kind in LIMITS if options.all else ():
         for one in [one for one in sizes if one.kind == kind][: options.all]:
             print(f"{kind:12} {one.size:6,}  {one.what}")

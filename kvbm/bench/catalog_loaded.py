@@ -26,6 +26,7 @@ from kvbm.bench.catalog import CLIENTS, CLUSTER, NAMESPACE, HeldCluster, held, u
 from kvbm.bench.ingest import Churn
 from kvbm.bench.measure import Found, Row, percentile, row_of
 from kvbm.core.answers import LookupRequest
+from kvbm.core.ids import InstanceId
 from kvbm.locate.http import CatalogClient
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.server import EmbeddedServer
@@ -132,9 +133,8 @@ class _Reading:
         stream = await NatsStream.connect(self._url, 5.0)
         try:
             for at in range(0, len(messages), _AT_ONCE):
-                await asyncio.gather(
-                    *(stream.publish(CLUSTER, name, data) for name, data in messages[at : at + _AT_ONCE])  # type: ignore[arg-type]
-                )
+                some = messages[at : at + _AT_ONCE]
+                await asyncio.gather(*(stream.publish(CLUSTER, InstanceId(name), data) for name, data in some))
             return (await stream.state(5.0)).last_sequence
         finally:
             await stream.close()

@@ -208,7 +208,8 @@ class FrameLibrary:
 
     def _keep_copy(self, data: bytes) -> tuple[int, int]:
         if self._copy is None:
-            file = self._open.enter_context(tempfile.TemporaryFile(prefix="kvbm-replay-"))  # noqa: SIM115 - closed with the rest
+            unnamed = tempfile.TemporaryFile(prefix="kvbm-replay-")  # noqa: SIM115 - closed with the rest
+            file = self._open.enter_context(unnamed)
             self._handles.append(file.fileno())
             self._copy = len(self._handles) - 1
         at, self._copied = self._copied, self._copied + len(data)

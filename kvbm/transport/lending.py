@@ -106,7 +106,12 @@ class Leases:
         is_fenced: nothing more is granted: another process may have taken the owner's place.
     """
 
-    def __init__(self, lender: BlockLender, epoch: int, limits: LentLimits = LentLimits()) -> None:  # noqa: B008  # immutable
+    def __init__(
+        self,
+        lender: BlockLender,
+        epoch: int,
+        limits: LentLimits = LentLimits(),  # noqa: B008  # immutable
+    ) -> None:
         self.lender, self.limits = lender, limits
         self.is_fenced = False
         self._epoch = epoch

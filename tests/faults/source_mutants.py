@@ -74,21 +74,24 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _PUBLISHER,
         "            resume = min(resume, self.published)",
         "            resume = max(resume, self.published)",
-        test="tests/unit/test_publisher.py::test_a_stream_that_lost_what_it_had_gets_it_again_and_published_does_not_shrink",
+        test="tests/unit/test_publisher.py::"
+        "test_a_stream_that_lost_what_it_had_gets_it_again_and_published_does_not_shrink",
     ),
     "epoch_without_fence": SourceMutant(
         "a fence is set before an epoch's first event",
         _PUBLISHER,
         "        if frames[0].epoch > self._ownership.fence_epoch:",
         "        if frames[0].epoch > self._ownership.fence_epoch + 1:",
-        test="tests/unit/test_publisher.py::test_frames_of_a_later_epoch_wait_for_its_fence_even_if_nobody_said_that_it_began",
+        test="tests/unit/test_publisher.py::"
+        "test_frames_of_a_later_epoch_wait_for_its_fence_even_if_nobody_said_that_it_began",
     ),
     "idle_after_refusal": SourceMutant(
         "after a refusal the log is looked into again",
         _PUBLISHER,
         "            self._wake_s = self._now_s + self._backoff_s()\n            self._due_s = self._wake_s\n",
         "            self._wake_s = self._now_s + self._backoff_s()\n",
-        test="tests/unit/test_publisher.py::test_from_a_refused_message_on_all_is_sent_again_after_a_wait_and_late_acks_count_for_nothing",
+        test="tests/unit/test_publisher.py::"
+        "test_from_a_refused_message_on_all_is_sent_again_after_a_wait_and_late_acks_count_for_nothing",
     ),
     # -- journal -------------------------------------------------------------------------------------------------------
     "last_frame_is_a_repeat": SourceMutant(
@@ -103,14 +106,16 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _JOURNAL,
         "        truncatable = min(published, completed_snapshot)",
         "        truncatable = max(published, completed_snapshot)",
-        test="tests/integration/test_journal.py::test_an_epochs_first_snapshot_is_let_in_beyond_the_capacity_and_nothing_else",
+        test="tests/integration/test_journal.py::"
+        "test_an_epochs_first_snapshot_is_let_in_beyond_the_capacity_and_nothing_else",
     ),
     "torn_bytes_stay": SourceMutant(
         "what a failed append has left is cut before the next one",
         _JOURNAL_WRITER,
         "            self._device.truncate(self._file, segment.size)\n            self._torn = False\n",
         "            self._torn = False\n",
-        test="tests/integration/test_journal.py::test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next",
+        test="tests/integration/test_journal.py::"
+        "test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next",
     ),
     "synced_before_the_sync": SourceMutant(
         "bytes count as synced once the sync has succeeded",
@@ -131,7 +136,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _JOURNAL_DISK,
         "        if pieces:\n            pieces[0] = pieces[0][taken:]\n",
         "        pieces.clear()\n",
-        test="tests/integration/test_journal.py::test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next",
+        test="tests/integration/test_journal.py::"
+        "test_half_a_frame_the_device_would_not_take_back_is_gone_before_the_next",
     ),
     # -- sequencer -----------------------------------------------------------------------------------------------------
     "overlap_applied_twice": SourceMutant(
@@ -153,21 +159,24 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _SEQUENCER,
         "        return min([self.mark, *buffered], key=lambda mark: mark.sequence)",
         "        return max([self.mark, *buffered], key=lambda mark: mark.sequence)",
-        test="tests/unit/test_sequencer.py::test_a_batch_ends_before_what_is_in_the_reorder_buffer_so_that_a_new_start_reads_it_again",
+        test="tests/unit/test_sequencer.py::"
+        "test_a_batch_ends_before_what_is_in_the_reorder_buffer_so_that_a_new_start_reads_it_again",
     ),
     "buffer_outlives_its_epoch": SourceMutant(
         "what is in the reorder buffer is applied before a later epoch begins",
         _SEQUENCE,
         "  # not even the start of its epoch came\n            self.pass_holes(changes)\n",
         "  # not even the start of its epoch came\n",
-        test="tests/unit/test_sequencer.py::test_what_is_in_the_reorder_buffer_is_applied_before_an_epoch_that_only_a_heartbeat_names",
+        test="tests/unit/test_sequencer.py::"
+        "test_what_is_in_the_reorder_buffer_is_applied_before_an_epoch_that_only_a_heartbeat_names",
     ),
     "buffer_without_bound": SourceMutant(
         "the reorder buffer has a bound",
         "kvbm/catalog/follow/reorder_buffer.py",
         "        if frame.first_offset not in self._frames and self.bytes + size <= REORDER_BYTES:",
         "        if frame.first_offset not in self._frames:",
-        test="tests/unit/test_sequencer.py::test_the_reorder_buffer_has_a_bound_and_the_rest_is_read_when_it_comes_again",
+        test="tests/unit/test_sequencer.py::"
+        "test_the_reorder_buffer_has_a_bound_and_the_rest_is_read_when_it_comes_again",
     ),
     "runs_over_reorder_buffers": SourceMutant(
         "an instance with frames in its reorder buffer has decisions to make",
@@ -210,7 +219,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _LIVENESS,
         "return self._own_s is not None and now_s - self._own_s < self._liveness_s / 2",
         "return self._own_s is not None and now_s - self._own_s < self._liveness_s",
-        test="tests/unit/test_liveness.py::test_a_catalog_that_is_cut_off_knows_it_before_a_silence_that_it_may_have_caused_counts",
+        test="tests/unit/test_liveness.py::"
+        "test_a_catalog_that_is_cut_off_knows_it_before_a_silence_that_it_may_have_caused_counts",
     ),
     "first_run_believed_for_ever": SourceMutant(
         "a second run is believed once the first is silent",
@@ -224,7 +234,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _LIVENESS,
         "            member.read_epoch, member.is_stopped = epoch, stopped\n",
         "            member.read_epoch, member.is_stopped = epoch, member.is_stopped or stopped\n",
-        test="tests/unit/test_liveness.py::test_a_start_is_excluded_until_it_was_heard_and_a_pulse_until_its_start_was_read",
+        test="tests/unit/test_liveness.py::"
+        "test_a_start_is_excluded_until_it_was_heard_and_a_pulse_until_its_start_was_read",
     ),
     "half_is_most": SourceMutant(
         "most is more than half",
@@ -282,7 +293,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _SQL_WRITER,
         "            self._unstored += [*batch.claims, *self._rows.waiting_claims()]\n",
         "            self._unstored += self._rows.waiting_claims()\n",
-        test="tests/integration/test_sql_writer.py::test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_though_the_stream_has_lost_them",
+        test="tests/integration/test_sql_writer.py::"
+        "test_claims_that_waited_for_a_database_restored_from_an_older_copy_reach_it_though_the_stream_has_lost_them",
     ),
     # -- copies and offloads -------------------------------------------------------------------------------------------
     "checksums_of_others": SourceMutant(
@@ -290,7 +302,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _COPIES,
         "run.proof(kept, result.checksums[kept])",
         "run.proof(kept, result.checksums[: len(kept)])",
-        test="tests/integration/test_copies.py::test_blocks_behind_one_that_did_not_come_are_proved_by_their_own_checksums",
+        test="tests/integration/test_copies.py::"
+        "test_blocks_behind_one_that_did_not_come_are_proved_by_their_own_checksums",
     ),
     "object_in_part": SourceMutant(
         "an object is put whole or not at all",
@@ -319,7 +332,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _WITHDRAWAL,
         "        yield from self._steps.hold(self._rules.batch_s)\n",
         "",
-        test="tests/unit/test_janitor.py::test_a_janitor_that_sleeps_past_its_lease_deletes_nothing_once_another_has_it",
+        test="tests/unit/test_janitor.py::"
+        "test_a_janitor_that_sleeps_past_its_lease_deletes_nothing_once_another_has_it",
     ),
     "young_claims_withdrawn": SourceMutant(
         "a claim younger than the listing may be is not withdrawn for want of its object",
@@ -342,7 +356,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "old_ns):",
         "                if entry.victim.reason is not EvictReason.TTL or last_ns <= entry.last_ns and last_ns < "
         "old_ns:",
-        test="tests/unit/test_janitor.py::test_what_is_used_while_the_janitor_looks_stays_though_it_was_chosen_by_quota",
+        test="tests/unit/test_janitor.py::"
+        "test_what_is_used_while_the_janitor_looks_stays_though_it_was_chosen_by_quota",
     ),
     # -- RDMA and NIXL -------------------------------------------------------------------------------------------------
     "rdma_without_every_proof": SourceMutant(
@@ -513,7 +528,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "kvbm/reference/slots.py",
         "                after = max(after, self.free_after.get(slot, Offset(0)))",
         "                after = self.free_after.get(slot, Offset(0))",
-        test="tests/unit/test_ledger.py::test_durable_slots_wait_for_the_last_withdrawal_in_whatever_order_they_are_taken",
+        test="tests/unit/test_ledger.py::"
+        "test_durable_slots_wait_for_the_last_withdrawal_in_whatever_order_they_are_taken",
     ),
     "readable_withdrawn_while_pinned_waits_for_nothing": SourceMutant(
         "the same in the readable ledger: a slot that was pinned when it was evicted waits for that withdrawal",
@@ -553,21 +569,24 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         'self.hits = self._slots, b"", 0, {}\n            self._ledger.unpin(Tier.HOST, slots)\n            self.why = '
         '"cleared"\n        self._judge()\n',
         "        self._judge()\n",
-        test="tests/integration/test_acquiring_cleared.py::test_a_request_gets_nothing_of_what_was_cleared_while_it_waited_for_the_rest",
+        test="tests/integration/test_acquiring_cleared.py::"
+        "test_a_request_gets_nothing_of_what_was_cleared_while_it_waited_for_the_rest",
     ),
     "replacements_stay": SourceMutant(
         "who took the place of a stuck thread goes when that goes on",
         "kvbm/manager/copies/workers.py",
         'its replacement is one too many."""\n        with self._changed:\n            self._room -= 1\n',
         'its replacement is one too many."""\n        with self._changed:\n            pass\n',
-        test="tests/integration/test_late_copies.py::test_who_took_the_place_of_a_stuck_thread_is_one_too_many_when_that_goes_on",
+        test="tests/integration/test_late_copies.py::"
+        "test_who_took_the_place_of_a_stuck_thread_is_one_too_many_when_that_goes_on",
     ),
     "closed_under_its_reader": SourceMutant(
         "a peer's file is closed after its last reader",
         "kvbm/pools/nvme/pod.py",
         "            file.is_retired = True\n            if file.readers:\n                return\n",
         "            file.is_retired = True\n",
-        test="tests/integration/test_pod_folder.py::test_a_file_that_goes_while_it_is_read_is_closed_after_its_last_reader",
+        test="tests/integration/test_pod_folder.py::"
+        "test_a_file_that_goes_while_it_is_read_is_closed_after_its_last_reader",
     ),
     "deferred_is_charged": SourceMutant(
         "a run whose time has not come costs its tenant no turn",
@@ -581,7 +600,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "kvbm/streams/journal/segments.py",
         "                self.used_bytes -= gone.damaged_bytes\n",
         "",
-        test="tests/unit/test_journal_segments.py::test_what_was_cut_from_a_segment_counts_once_when_its_file_is_begun_anew",
+        test="tests/unit/test_journal_segments.py::"
+        "test_what_was_cut_from_a_segment_counts_once_when_its_file_is_begun_anew",
     ),
     "archived_twice": SourceMutant(
         "of a batch that failed in its middle an archive writes each message once",
@@ -611,7 +631,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "kvbm/catalog/follow/sequencer.py",
         "                followed.buffer.begin_anew()\n                followed.spoke = 0\n",
         "                followed.buffer.begin_anew()\n",
-        test="tests/unit/test_sequencer.py::test_who_is_forgotten_after_the_stream_was_renumbered_comes_back_with_its_next_message",
+        test="tests/unit/test_sequencer.py::"
+        "test_who_is_forgotten_after_the_stream_was_renumbered_comes_back_with_its_next_message",
     ),
     "claims_lost_while_loading": SourceMutant(
         "what is claimed and withdrawn while claims are read from SQL counts",
@@ -619,7 +640,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "            for run in self._rows.take_watched():  # claims of another time were brought in meanwhile\n       "
         "         (index.unclaim if run.withdrawn else index.claim)(run.pool, run.namespace, run.hashes)\n",
         "            self._rows.take_watched()\n",
-        test="tests/integration/test_sql_writer.py::test_what_is_claimed_and_withdrawn_while_claims_are_read_from_sql_counts",
+        test="tests/integration/test_sql_writer.py::"
+        "test_what_is_claimed_and_withdrawn_while_claims_are_read_from_sql_counts",
     ),
     "rows_without_a_run_win": SourceMutant(
         "rows that do not say whose they are set none back",
@@ -647,28 +669,32 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "kvbm/engines/vllm/store_planner.py",
         "        return block if state.origin.equals(self._watch.origin_of(block.block_id)) else None",
         "        return block",
-        test="tests/integration/test_vllm_scheduler.py::test_a_block_of_other_weights_under_the_same_number_is_not_stored",
+        test="tests/integration/test_vllm_scheduler.py::"
+        "test_a_block_of_other_weights_under_the_same_number_is_not_stored",
     ),
     "replaced_in_a_stream_that_is_gone": SourceMutant(
         "a fence that was replaced in a stream that is gone says nothing of the next one",
         "kvbm/streams/publisher/ownership.py",
         "            self._replaced.clear()  # of a stream that is gone\n",
         "            pass\n",
-        test="tests/unit/test_publisher.py::test_a_fence_that_it_has_replaced_in_a_stream_that_is_gone_says_nothing_of_the_next_one",
+        test="tests/unit/test_publisher.py::"
+        "test_a_fence_that_it_has_replaced_in_a_stream_that_is_gone_says_nothing_of_the_next_one",
     ),
     "mark_of_another_history": SourceMutant(
         "a mark of another history keeps nobody out of the stream that follows",
         "kvbm/catalog/follow/sequencer.py",
         "            self._forgotten.clear()  # their sequences are of another history\n",
         "",
-        test="tests/unit/test_sequencer.py::test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_instance_ends_with_its_mark",
+        test="tests/unit/test_sequencer.py::"
+        "test_marks_are_void_in_a_stream_that_begins_anew_and_what_is_kept_of_an_instance_ends_with_its_mark",
     ),
     "signs_of_life_after_a_renumbering": SourceMutant(
         "a message is a sign of life also in a stream whose sequences began anew",
         "kvbm/catalog/members/downtime.py",
         "        elif spoke and spoke != known.spoke:\n",
         "        elif spoke > known.spoke:\n",
-        test="tests/unit/test_downtime.py::test_a_message_is_a_sign_of_life_also_in_a_stream_whose_sequences_began_anew",
+        test="tests/unit/test_downtime.py::"
+        "test_a_message_is_a_sign_of_life_also_in_a_stream_whose_sequences_began_anew",
     ),
     # -- chosen by somebody who knew no test ---------------------------------------------------------------------------
     "given_up_acquire_still_counts_as_waiting": SourceMutant(
@@ -677,7 +703,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "                self._collect_locked()\n                self._loads.end_waiting_locked(self)\n                "
         "self._is_over = True",
         "                self._collect_locked()\n                self._is_over = True",
-        test="tests/integration/test_engine_owned_hbm.py::test_any_order_of_calls_keeps_bytes_right_and_the_stream_true",
+        test="tests/integration/test_engine_owned_hbm.py::"
+        "test_any_order_of_calls_keeps_bytes_right_and_the_stream_true",
     ),
     "late_reads_of_a_lender_count_as_those_of_its_file": SourceMutant(
         "a late read of an instance that lends counts apart from one of its file",
@@ -728,7 +755,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         _SQL_WRITER,
         "                    if time.monotonic() > deadline_s:\n                        return\n",
         "",
-        test="tests/integration/test_sql_writer.py::test_a_handover_that_does_not_end_in_time_lets_the_catalog_go_on_and_is_made_again",
+        test="tests/integration/test_sql_writer.py::"
+        "test_a_handover_that_does_not_end_in_time_lets_the_catalog_go_on_and_is_made_again",
     ),
     "tenants_view_is_renewed_by_count_alone": SourceMutant(
         "a tenant sees what it has declared since another namespace was erased",
@@ -764,7 +792,8 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "kvbm/pools/nvme/pod.py",
         "            if len(missing) and not peer.doubts:",
         "            if len(missing):",
-        test="tests/integration/test_pod_folder.py::test_a_slot_that_proved_nothing_is_looked_at_again_whatever_is_missed_meanwhile",
+        test="tests/integration/test_pod_folder.py::"
+        "test_a_slot_that_proved_nothing_is_looked_at_again_whatever_is_missed_meanwhile",
     ),
     "opened_namespace_is_served_after_it_was_revoked": SourceMutant(
         "a namespace that is lent no more is not read by who had opened it",
@@ -813,13 +842,15 @@ SOURCE_MUTANTS: dict[str, SourceMutant] = {
         "kvbm/catalog/index/plain_frames.py",
         "        if self._thread is None and not self._is_closed:\n",
         "        if self._thread is None and not (self._is_closed or self._is_told):\n",
-        test="tests/property/test_plain_frames.py::test_a_run_for_which_there_is_no_thread_is_applied_at_once_and_the_next_one_asks_again",
+        test="tests/property/test_plain_frames.py::"
+        "test_a_run_for_which_there_is_no_thread_is_applied_at_once_and_the_next_one_asks_again",
     ),
     "interrupted_store_stays_under_way": SourceMutant(
         "a store that an exception ends anywhere can be ended again",
         "kvbm/manager/engine_hbm.py",
         "                ends = True\n",
         "                ends = True\n                self._copies.stores.discard(copy.id)\n",
-        test="tests/integration/test_signals.py::test_a_store_that_an_exception_ends_anywhere_holds_nothing_once_it_is_ended_again",
+        test="tests/integration/test_signals.py::"
+        "test_a_store_that_an_exception_ends_anywhere_holds_nothing_once_it_is_ended_again",
     ),
 }

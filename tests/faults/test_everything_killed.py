@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.eventually import eventually
 from tests.faults.processes.checker import run_replay
 from tests.faults.processes.clusters import Cluster, Index, K, Prompt, hashes_of, objects_in
 from tests.faults.processes.content import BLOCK_BYTES, LEAF_BLOCKS, NAMESPACE, STEM_BLOCKS, rows_of
+from tests.faults.processes.told import ToldWorker
 from tests.object_stores import Place
 
 BUCKETS = pytest.mark.parametrize("place", ["s3", pytest.param("radosgw", marks=pytest.mark.objects)], indirect=True)
@@ -175,7 +177,7 @@ def test_a_janitor_deletes_what_two_clusters_read_and_put_all_the_while_and_nobo
         clusters = [first, second]
         workers = [cluster.instances("a", rate=40.0, pools__hbm__slots=48)[0] for cluster in clusters]
         for worker in workers:
-            eventually(lambda worker=worker: worker.ask(op="status")["hits"]["OBJECT"] > 0, "nothing is read")  # type: ignore[misc]
+            eventually(partial(_has_read, worker), "nothing is read")
         report = second.gc(4.0, quota_bytes=1)
         assert report.withdrawn.keys() == {"quota"} and report.deleted > 0 and report.undeleted == 0
         for worker in workers:
@@ -184,8 +186,12 @@ def test_a_janitor_deletes_what_two_clusters_read_and_put_all_the_while_and_nobo
             assert (status["corrupt"], status["wrong"]) == (0, 0)
         for cluster in clusters:
             cluster.wait_until_known()
-            eventually(lambda cluster=cluster: _claims_are_right(cluster), "claims are not what the bucket has")  # type: ignore[misc]
+            eventually(partial(_claims_are_right, cluster), "claims are not what the bucket has")
         assert first.wrong == second.wrong == []
+
+
+def _has_read(worker: ToldWorker) -> bool:
+    return bool(worker.ask(op="status")["hits"]["OBJECT"] > 0)
 
 
 def _claims_are_right(cluster: Cluster) -> bool:

@@ -469,9 +469,12 @@ def test_a_caller_sees_its_tenants_alone_and_asks_under_no_other_name(
                 closing(over_nats(url, cluster, name, credentials=secured.credentials(key), **options))
             )
 
+        def is_answered(client: CatalogClient) -> bool:
+            return _asked(client.instances) is not None
+
         acme, beta, ops = (asker(name, name) for name in ("acme", "beta", "ops"))
         for one in (acme, beta, ops):
-            eventually(lambda one=one: _asked(one.instances) is not None, "nobody takes questions")  # type: ignore[misc]
+            eventually(partial(is_answered, one), "nobody takes questions")
 
         opened.enter_context(living(url, cluster, {"one": 0}, secured.catalog))
         eventually(

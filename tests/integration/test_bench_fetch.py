@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -125,11 +126,13 @@ def test_the_lenders_main_thread_computes_while_it_is_told_to(lends: Lends) -> N
     def used_s() -> float:
         return float(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
 
+    def has_computed_since(begun_s: float) -> bool:
+        return used_s() > begun_s + 0.05
+
     try:
         for _ in range(2):
             word.say(BUSY)
-            begun_s = used_s()
-            eventually(lambda begun_s=begun_s: used_s() > begun_s + 0.05, "the main thread computes nothing")  # type: ignore[misc]
+            eventually(partial(has_computed_since, used_s()), "the main thread computes nothing")
             word.say(IDLE)
     finally:
         word.close()

@@ -187,7 +187,12 @@ def test_two_namespaces_are_told_apart(asked: Asked, nats_url: str, cluster: str
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_changes_are_watched_until_interrupted(nats_url: str, cluster: str, url: str, as_json: bool) -> None:  # noqa: F811
+def test_changes_are_watched_until_interrupted(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    url: str,
+    as_json: bool,
+) -> None:
     words = [sys.executable, "-m", "kvbm", "catalog", "watch", "--url", url, "--instance", "b"]
     with subprocess.Popen([*words, *(["--json"] if as_json else [])], stdout=subprocess.PIPE, text=True) as watching:
         assert watching.stdout is not None

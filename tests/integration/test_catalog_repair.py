@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -424,6 +425,9 @@ def test_a_checkpoint_written_alone_is_the_only_one_whatever_is_written_beside_i
     def indexes() -> list[bytes]:
         return [path.read_bytes() for path in folder.glob("*.index*")]
 
+    def has_begun(writing: asyncio.Task[Any]) -> bool:
+        return any(folder.glob("*.part")) or writing.done()
+
     async def work(stream: NatsStream) -> None:
         one = Instance(stream, str(settings.cluster), "one")
         first = await CatalogService.start(settings, NATIVE, NATIVE_INDEX)
@@ -435,7 +439,7 @@ def test_a_checkpoint_written_alone_is_the_only_one_whatever_is_written_beside_i
             await first.follower.wait_for(one.name, end, WAIT_S)
             writing = asyncio.create_task(checkpointer.write())
             if is_under_way:
-                await eventually_async(lambda: any(folder.glob("*.part")) or writing.done())  # noqa: B023 - awaited at once
+                await eventually_async(partial(has_begun, writing))
             else:
                 await writing
             first.sequencer.forget_namespaces([SPACE.id])
@@ -543,7 +547,10 @@ def test_a_replaced_stream_is_another_one_to_checkpoints_and_to_sql(
     assert asyncio.run(claims()) == 20
 
 
-def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(cluster: str, sqlite_url: str) -> None:  # noqa: F811
+def test_a_stream_replaced_under_a_running_catalog_is_followed_and_stored(
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+) -> None:
     async def work(url: str, replace: Callable[[], None]) -> None:
         settings = ServiceSettings(
             nats_url=url, database_url=sqlite_url, cluster=cluster, store_every_s=0.02, **PATIENT
@@ -1124,7 +1131,8 @@ def test_a_replica_goes_on_when_the_one_that_wrote_is_killed(
             try:
                 store = await SqlStore.open(postgres_url)
                 async with catalog_on(settings) as replica:
-                    while child.poll() is None and b"follows" not in await asyncio.to_thread(child.stderr.readline):  # type: ignore[union-attr]
+                    read_line = child.stderr.readline  # type: ignore[union-attr]
+                    while child.poll() is None and b"follows" not in await asyncio.to_thread(read_line):
                         pass
                     assert child.poll() is None
                     for number in range(100):
@@ -1162,6 +1170,9 @@ def test_the_archive_keeps_every_frame_once_over_restarts(settings: ServiceSetti
     folder = tmp_path / "archive"
     archiving = msgspec.structs.replace(settings, archive=str(folder))
 
+    def has_archived(catalog: CatalogService, last: int) -> bool:
+        return metrics_of(catalog).archive_sequence == last
+
     async def work(stream: NatsStream) -> None:
         one = Instance(stream, str(settings.cluster), "one")
         sent: list[bytes] = []
@@ -1174,7 +1185,7 @@ def test_the_archive_keeps_every_frame_once_over_restarts(settings: ServiceSetti
                     await stream.publish(one.cluster, one.name, frame.data)
             last = await stream.last_sequence()
             await stream.send_sample(sample)
-            await eventually_async(lambda catalog=catalog, last=last: metrics_of(catalog).archive_sequence == last)  # type: ignore[misc]
+            await eventually_async(partial(has_archived, catalog, last))
             await eventually_async(lambda catalog=catalog: metrics_of(catalog).samples >= 1)  # type: ignore[misc]
             if turn == 1:
                 await kill(catalog)

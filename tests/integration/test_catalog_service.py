@@ -122,7 +122,11 @@ def test_lookup_route_block_and_instances_tell_what_was_published(running_on_bot
     assert [(space.id, space.fields) for space in client.namespaces()] == [(SPACE.id.hex(), SPACE)]
 
 
-def test_a_restarted_catalog_gives_the_same_answers(nats_url: str, cluster: str, database_url: str) -> None:  # noqa: F811
+def test_a_restarted_catalog_gives_the_same_answers(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    database_url: str,
+) -> None:
     catalogs = run_catalog(nats_url, cluster, database_url, liveness_s=FOR_EVER_S)
     first = next(catalogs)
     positions = prepared(first)
@@ -226,7 +230,11 @@ def test_heartbeats_decide_who_is_routed_to(running: Running) -> None:
     eventually(is_left_to_a)
 
 
-def test_a_heartbeat_the_stream_has_kept_is_no_sign_of_life(nats_url: str, cluster: str, sqlite_url: str) -> None:  # noqa: F811
+def test_a_heartbeat_the_stream_has_kept_is_no_sign_of_life(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+) -> None:
     a = Instance(nats_url, cluster, "a")
     a.beat(queued_tokens=5)
     for running in run_catalog(nats_url, cluster, sqlite_url, liveness_s=FOR_EVER_S):
@@ -622,7 +630,10 @@ def test_errors_at_the_start_are_one_sentence(nats_url: str, sqlite_url: str) ->
             CatalogThread(msgspec.structs.replace(good, **changed), NATIVE, NATIVE_INDEX).start()
 
 
-def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(cluster: str, sqlite_url: str) -> None:  # noqa: F811
+def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+) -> None:
     with nats_server() as server:
         catalogs = run_catalog(server.url, cluster, sqlite_url, liveness_s=FOR_EVER_S)
         running = next(catalogs)

@@ -374,6 +374,11 @@ def test_a_first_message_that_goes_before_it_is_read_is_not_an_empty_stream(
     assert len(readable) == 3 and readable[0] and len(set(readable)) == 1
 
 
+def wait_in(victim: Needles, folder: Path, place: str) -> None:
+    """Wait until a place below a folder has something of the victim."""
+    eventually(lambda: place in str(victim.in_folder(folder)), f"{place} below {folder} has nothing")
+
+
 def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(world: World) -> None:
     prompts = {"a": [1, 2], "b": [2, 3], "c": [4]}
     victim, other = Needles(VICTIM, range(1, 5)), Needles(OTHER, range(1, 5))
@@ -398,7 +403,7 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
         "checkpoints",
         "samples",
     ):
-        eventually(lambda: place in str(victim.in_folder(world.folder)), f"{place} has nothing")  # noqa: B023 - called now
+        wait_in(victim, world.folder, place)
     assert victim.in_bytes(b"".join(world.messages())) >= {"the tenant's name", "the namespace", "a hash"}
     assert victim.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
     assert any(str(VICTIM.id.hex()) in name for name in world.store.objects)
@@ -734,7 +739,7 @@ def test_a_catalog_that_is_down_is_waited_for_by_name_until_it_returns_or_is_for
     manager.unpin(serve(manager, VICTIM, 1))
     assert manager.settle(WAIT_S)
     for place in ("catalog.db", "archive", "checkpoints"):
-        eventually(lambda: place in str(victim.in_folder(folder)), f"{place} of the second catalog has nothing")  # noqa: B023 - called now
+        wait_in(victim, folder, place)
     away.stop()
     number = world.erase(tenant=VICTIM.tenant)[1]
     place, age = f"{name} SQL, index, files", "NATS events on the stream"

@@ -161,8 +161,9 @@ def test_a_body_that_is_too_large_gets_an_answer_its_caller_can_read(asked: Cata
     for headers in ({}, {"connection": "close"}, {"expect": "100-continue"}):
         status, answer = ask(asked, "/v1/lookup", b" " * (MAX_BODY_BYTES + MIB), headers=headers)
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
+    host, _, port = asked.url.removeprefix("http://").partition(":")
     for path in ("/v1/lookup", "/nowhere"):  # whoever sends all of it first, and reads then
-        with socket.create_connection(asked.url.removeprefix("http://").split(":"), WAIT_S) as sock:  # type: ignore[arg-type]
+        with socket.create_connection((host, int(port)), WAIT_S) as sock:
             sock.sendall(post(path, b"", 40 * MIB))
             for _ in range(40):
                 sock.sendall(bytes(MIB))
@@ -170,7 +171,11 @@ def test_a_body_that_is_too_large_gets_an_answer_its_caller_can_read(asked: Cata
 
 
 @pytest.mark.nightly
-def test_half_open_connections_in_thousands_leave_others_served(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
+def test_half_open_connections_in_thousands_leave_others_served(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     raise_file_limit()
     with catalog_process(tmp_path, nats_url, cluster, files=1024) as catalog:
         logged, rss = catalog.log.stat().st_size, catalog.rss_bytes()
@@ -226,7 +231,11 @@ def test_a_header_does_not_say_who_asks(strict: CatalogProcess) -> None:
     assert {reply.status for reply in replies} == {200, 429}
 
 
-def test_waits_are_bounded_for_each_caller_and_leave_others_served(nats_url: str, cluster: str, tmp_path: Path) -> None:  # noqa: F811
+def test_waits_are_bounded_for_each_caller_and_leave_others_served(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     async def crowd(url: str) -> list[int]:
         source = Source(url, "127.0.0.2")
         body = json.dumps({"namespace": FIELDS, "hashes": "", "at_least": [WANTED], "timeout_s": 3}).encode()

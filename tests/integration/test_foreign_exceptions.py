@@ -342,7 +342,9 @@ def test_every_error_of_nats_while_an_answer_is_written_at_once_is_the_streams(n
     asyncio.run(run())
 
 
-def test_no_error_of_nats_keeps_a_subscription_a_reader_or_a_connection_from_ending(nats_url: str) -> None:  # noqa: F811
+def test_no_error_of_nats_keeps_a_subscription_a_reader_or_a_connection_from_ending(
+    nats_url: str,  # noqa: F811
+) -> None:
     async def run() -> None:
         for error in of_nats():
             stream = await NatsStream.connect(nats_url, WAIT_S)

@@ -168,7 +168,8 @@ def test_the_size_of_segments_decides_the_way_of_each_direction(gpu: Gpu, monkey
     assert isinstance(cuda.mover_of("auto", *sized(1000), DEVICE, ways), BatchMover)
     split = cuda.mover_of("auto", *sized(100), DEVICE, ways)
     assert isinstance(split, cuda.SplitMover) and split.takes_memory
-    assert [type(move.__self__) for move in (split.gather, split.scatter)] == [BatchMover, cuda.MemcpyMover]  # type: ignore[attr-defined]
+    movers = [move.__self__ for move in (split.gather, split.scatter)]  # type: ignore[attr-defined]
+    assert [type(mover) for mover in movers] == [BatchMover, cuda.MemcpyMover]
     assert isinstance(cuda.mover_of("batch", *sized(1), DEVICE), BatchMover)
     assert isinstance(cuda.mover_of("torch", *sized(1000), DEVICE, ways), cuda.MemcpyMover)
     monkeypatch.setattr(gpu, "cuMemcpyBatchAsync", lambda *arguments: 801)

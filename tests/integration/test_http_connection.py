@@ -237,7 +237,10 @@ def test_a_caller_of_the_short_way_is_limited(nats_url: str, tmp_path: Path) -> 
     assert set(statuses) == {200, 429}
 
 
-def test_a_unix_socket_is_its_owners_and_is_taken_over_when_nobody_listens(nats_url: str, tmp_path: Path) -> None:  # noqa: F811
+def test_a_unix_socket_is_its_owners_and_is_taken_over_when_nobody_listens(
+    nats_url: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run" / "catalog.sock"
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as left:  # of a catalog that was killed

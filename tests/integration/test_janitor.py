@@ -76,8 +76,12 @@ def test_two_clusters_on_one_bucket_what_the_first_computed_the_second_reads_aft
         assert fetched(one, 100) == 0  # it knows of nothing yet
         report = second.gc()
         assert report.found == 2 * len(PROMPTS)
+
+        def is_known(prompt: int) -> bool:
+            return second.depth(prompt) == DEPTH
+
         for prompt in PROMPTS:
-            eventually(lambda prompt=prompt: second.depth(prompt) == DEPTH, "the index lacks claims")  # type: ignore[misc]
+            eventually(partial(is_known, prompt), "the index lacks claims")
             assert fetched((one, two)[prompt % 2], prompt) == DEPTH
 
         def state_of_the_janitor() -> str:

@@ -248,10 +248,11 @@ def test_a_manager_that_closes_lets_go_of_requests_whose_copies_have_not_begun()
     gate = Gate(Tier.NVME, "read")
     with held_in_nvme(gate, wait_s=WAIT_S * 10) as manager:
         depths: list[int] = []
-        askers = [
-            threading.Thread(target=lambda p=p: depths.append(manager.acquire(NAMESPACE.id, hashes_of(p, 4)).depth))  # type: ignore[misc]
-            for p in range(4)
-        ]
+
+        def acquire(prompt: int) -> None:
+            depths.append(manager.acquire(NAMESPACE.id, hashes_of(prompt, 4)).depth)
+
+        askers = [threading.Thread(target=acquire, args=(prompt,)) for prompt in range(4)]
         for asker in askers:
             asker.start()
         eventually(

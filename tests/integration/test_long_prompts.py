@@ -111,7 +111,9 @@ class _Stuck(MemoryPool):
         super().__init__(pool.tier, pool.slots, pool.block_bytes, NATIVE.checksums)
         self.goes_on = threading.Event()
 
-    def write(self, slots: list[int], rows: np.ndarray, proof: Proof, at: list[int] | None = None) -> None:  # type: ignore[override]
+    def write(  # type: ignore[override]
+        self, slots: list[int], rows: np.ndarray, proof: Proof, at: list[int] | None = None
+    ) -> None:
         assert self.goes_on.wait(WAIT_S)
         super().write(slots, rows, proof, at)
 
@@ -185,11 +187,12 @@ def test_a_long_prompt_starves_no_other_tenant(tmp_path: Path) -> None:
     try:
         long, short = chain_of(1, PROMPT), chain_of(2, 8)
         with manager._lock:  # offloads begin once both wait
+            ledger = manager._ledger
             for chain, namespace in ((long, LONG), (short, SHORT)):
-                room = manager._ledger.allocate(Tier.HBM, len(chain) // HASH_BYTES, namespace.id)
+                room = ledger.allocate(Tier.HBM, len(chain) // HASH_BYTES, namespace.id)
                 assert room is not None
-                manager._ledger.create(namespace.id, Tier.HBM, NO_PARENT, 0, chain, room.slots)  # type: ignore[arg-type]
-                manager._ledger.unpin(Tier.HBM, room.slots)
+                ledger.create(namespace.id, Tier.HBM, NO_PARENT, 0, chain, room.slots)  # type: ignore[arg-type]
+                ledger.unpin(Tier.HBM, room.slots)
                 manager._offloader.offer(namespace.id, Tier.HBM, chain, 1, NO_PARENT, 0)
             turns = [manager._offloader.next(0.0) for _ in range(2)]
         assert {request.namespace for request in turns if request is not None} == {LONG.id, SHORT.id}

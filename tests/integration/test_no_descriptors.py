@@ -196,7 +196,8 @@ def test_erasures_are_watched_once_there_are_descriptors_for_it(monkeypatch: pyt
         asked.set()
         raise TimeoutError
 
-    watching = ErasureWatch("a", NoErasures(), connect, lambda _: None, True, WatchOptions(0.001, 1.0))  # type: ignore[arg-type]
+    options = WatchOptions(0.001, 1.0)
+    watching = ErasureWatch("a", NoErasures(), connect, lambda _: None, True, options)  # type: ignore[arg-type]
     watching.start()
     assert asked.wait(WAIT_S)
     watching.stop()

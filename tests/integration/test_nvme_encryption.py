@@ -326,7 +326,8 @@ def test_the_bytes_of_a_seal_are_those_of_its_drawing(tmp_path: Path, monkeypatc
     seal, body = stored[begin : begin + SEAL_BYTES], stored[2 * PAGE_BYTES : 2 * PAGE_BYTES + BLOCK_BYTES]
     assert stored[PAGE_BYTES : PAGE_BYTES + 8] == b"KVBS\x02\x00\x01\x00"
     assert seal.hex() == (
-        "efa1495a0cdc6a6c000102030405060708090a0b0c0d0e0f0100000000000000f5d14ab2925e75b170e5a52852dedab07d2136e200000000000000005c57dcc6"
+        "efa1495a0cdc6a6c000102030405060708090a0b0c0d0e0f0100000000000000"
+        "f5d14ab2925e75b170e5a52852dedab07d2136e200000000000000005c57dcc6"
     )
     key = hmac.digest(bytes(32), b"kvbm.nvme.v1\0" + seal[8:24], "sha256")
     bound = SHAPE.id + bytes(range(16)) + seal[:32]

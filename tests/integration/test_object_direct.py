@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -163,8 +164,12 @@ def test_requests_of_both_ways_together_stay_within_the_limit(reads: Reads) -> N
     runs = [reads.put(12, seed) for seed in range(4)]
     reads.server.most_at_once = 0
     outcomes: list[list[ReadOutcome]] = []
-    works: list[Callable[[], object]] = [lambda run=run: outcomes.append(reads.get(run)) for run in runs]  # type: ignore[misc]
-    works += [lambda seed=seed: reads.put(12, seed) for seed in range(4, 6)]  # type: ignore[misc]
+
+    def get(run: Run) -> None:
+        outcomes.append(reads.get(run))
+
+    works: list[Callable[[], object]] = [partial(get, run) for run in runs]
+    works += [partial(reads.put, 12, seed) for seed in range(4, 6)]
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()

@@ -270,7 +270,8 @@ def test_a_replica_takes_no_checkpoint_of_other_parts(
         with closing(replica):
             replica.wait_ready(WAIT_S)
             assert replica.ready().parts == words
-            assert [str(name) for name in sorted(replica._view.sequencer.followed)] == sorted(mine)  # type: ignore[union-attr]
+            followed = replica._view.sequencer.followed  # type: ignore[union-attr]
+            assert [str(name) for name in sorted(followed)] == sorted(mine)
     assert len(asked) == 2
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,8 +109,8 @@ def owner(network: Network, name: str, depth: int, prompt: int = 1, said: int = 
     return manager
 
 
-def reader(network: Network, log: MemoryLog | None = None, **more: object) -> Manager:
-    return make_manager(SIZES, instance="reader", locator=network, peers=network.peers, sink=log, **more)  # type: ignore[arg-type]
+def reader(network: Network, log: MemoryLog | None = None, **more: Any) -> Manager:
+    return make_manager(SIZES, instance="reader", locator=network, peers=network.peers, sink=log, **more)
 
 
 def fetched(log: MemoryLog) -> list[tuple[str, bool, int]]:

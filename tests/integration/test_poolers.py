@@ -64,9 +64,10 @@ def test_after_a_failover_the_next_batch_is_on_the_new_primary() -> None:
 
     async def set_read_only(server: str, on: bool) -> None:
         connection = await asyncpg.connect(server.replace("+asyncpg", ""), timeout=WAIT_S)
-        await connection.execute(f"ALTER SYSTEM SET default_transaction_read_only = {'on' if on else 'off'}")
+        said = "on" if on else "off"
+        await connection.execute(f"ALTER SYSTEM SET default_transaction_read_only = {said}")
         await connection.execute("SELECT pg_reload_conf()")
-        while await connection.fetchval("SHOW default_transaction_read_only") != ("on" if on else "off"):  # noqa: ASYNC110
+        while await connection.fetchval("SHOW default_transaction_read_only") != said:  # noqa: ASYNC110
             await asyncio.sleep(0.02)  # its files are read between two commands
         await connection.close()
 

@@ -256,7 +256,8 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Whole(77))
     made = EngineOrder(8, is_told=True, device=torch.device("cuda", 0))
     made.passed = set()  # type: ignore[attr-defined]
-    made.ring = SimpleNamespace(has_passed=lambda handle: handle in made.passed)  # type: ignore[attr-defined, assignment]
+    ring = SimpleNamespace(has_passed=lambda handle: handle in made.passed)  # type: ignore[attr-defined]
+    made.ring = ring  # type: ignore[assignment]
     return made
 
 

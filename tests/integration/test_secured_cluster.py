@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,8 @@ class Secured:
             plain.recv(65536)  # INFO
             context = ssl.create_default_context(cafile=str(self.trusted))
             with context.wrap_socket(plain, server_hostname="127.0.0.1") as secure:
-                names = dict(pair for part in (secure.getpeercert() or {})["issuer"] for pair in part)  # type: ignore[misc]
+                issuer = (secure.getpeercert() or {})["issuer"]
+                names = dict(pair for part in issuer for pair in part)  # type: ignore[misc]
         return str(names["commonName"])
 
 
@@ -291,10 +293,10 @@ def client_of(secured: Secured, url: str, name: str) -> CatalogClient:
     """A client with a caller's token."""
     if not HAS_ACCESS:
         return CatalogClient(url, WAIT_S)
-    import kvbm.assembly as assembly
+    from kvbm.assembly import catalog_credentials
 
-    credentials = getattr(assembly, "catalog_credentials")(load_settings(flags=asking_flags(secured, name)))  # noqa: B009
-    options: dict[str, Any] = {"credentials": credentials}
+    settings = load_settings(flags=asking_flags(secured, name))
+    options: dict[str, Any] = {"credentials": catalog_credentials(settings)}
     return CatalogClient(url, WAIT_S, **options)
 
 
@@ -458,7 +460,7 @@ def digests_agree(operator: CatalogClient, engines: dict[str, Engine]) -> None:
         return summary is not None and int(summary.digest, 16) == manager.digest()[1]
 
     for name, engine in engines.items():
-        eventually(lambda name=name, engine=engine: agree(name, engine.manager), f"{name} differs", WAIT_S)  # type: ignore[misc]
+        eventually(partial(agree, name, engine.manager), f"{name} differs", WAIT_S)
 
 
 def gc(secured: Secured, store: MemoryStore, database: str, name: str = "gc-0", stem: str = "janitor-gc-0") -> Report:

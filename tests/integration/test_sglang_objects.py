@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,10 @@ def test_of_objects_with_a_flipped_bit_none_is_served(tmp_path: Path, running: R
     reader = opened(tmp_path, "reader", running, store, pool)
     names: dict[str, str] = {}
     made = 0
+
+    def are_known(keys: list[str]) -> bool:
+        return reader.exists(keys) == len(keys)
+
     try:
         while made < flips:
             count = min(PAGES // 2, flips - made)
@@ -110,7 +115,7 @@ def test_of_objects_with_a_flipped_bit_none_is_served(tmp_path: Path, running: R
             pool.fill(range(count), keys)
             assert all(writer.set(keys, indices_of(range(count))))
             assert writer.manager.settle(SETTLE_S)
-            eventually(lambda keys=keys: reader.exists(keys) == len(keys), "the catalog hears of them")  # type: ignore[misc]
+            eventually(partial(are_known, keys), "the catalog hears of them")
             pages = store.client.get_paginator("list_objects_v2").paginate(Bucket=store.bucket)
             names |= {one["Key"]: "" for page in pages for one in page["Contents"] if one["Key"] not in names}
             fresh = [name for name, state in names.items() if not state]
@@ -156,6 +161,10 @@ def test_of_a_store_that_hangs_reads_and_writes_end_in_time_and_it_is_used_again
                 "pools.nvme.slots": 128,
             },
         )
+
+        def takes(part: list[str], before: list[str]) -> bool:
+            return all(late.set(part, indices_of(range(10)), before))
+
         try:
             eventually(lambda: late.exists(keys) == 20)
             front.faults = [Fault("never")]
@@ -164,10 +173,7 @@ def test_of_a_store_that_hangs_reads_and_writes_end_in_time_and_it_is_used_again
             for at in range(0, 60, 10):
                 part = others[at : at + 10]
                 pool.fill(range(10), part)
-                eventually(
-                    lambda part=part, at=at: all(late.set(part, indices_of(range(10)), others[:at])),  # type: ignore[misc]
-                    "NVME takes what the store does not",
-                )
+                eventually(partial(takes, part, others[:at]), "NVME takes what the store does not")
             front.faults = []
             eventually(lambda: late.get(keys, indices_of(range(20))) == [True] * 20, "the store answers again")
             assert all(pool.has(range(20), keys))

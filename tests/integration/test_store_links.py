@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,9 +48,9 @@ def server(place: Place) -> Iterator[FaultyServer]:
         yield running
 
 
-def moves(place: Place, endpoint: str, **options: str) -> None:
+def moves(place: Place, endpoint: str, **options: Any) -> None:
     """Open it as settings do, and move bytes."""
-    with closing(open_store(place.url, endpoint=endpoint, limits=PATIENT, open_wait_s=WAIT_S, **options)) as store:  # type: ignore[arg-type]
+    with closing(open_store(place.url, endpoint=endpoint, limits=PATIENT, open_wait_s=WAIT_S, **options)) as store:
         assert store.put([Put("name", b"x")], WAIT_S) == [None]
         [got] = store.get([Get("name")], WAIT_S)
         assert isinstance(got, Got) and bytes(got.body) == b"x"
@@ -57,9 +58,9 @@ def moves(place: Place, endpoint: str, **options: str) -> None:
         assert store.delete(["name"], WAIT_S) == [None]
 
 
-def refusal(place: Place, endpoint: str, wait_s: float = WAIT_S, **options: str) -> PoolError:
+def refusal(place: Place, endpoint: str, wait_s: float = WAIT_S, **options: Any) -> PoolError:
     with pytest.raises(PoolError) as caught:
-        open_store(place.url, endpoint=endpoint, limits=PATIENT, open_wait_s=wait_s, **options)  # type: ignore[arg-type]
+        open_store(place.url, endpoint=endpoint, limits=PATIENT, open_wait_s=wait_s, **options)
     assert "\n" not in str(caught.value)
     return caught.value
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -310,7 +311,11 @@ class Flooder:
         return False
 
 
-def test_a_slow_reader_is_told_what_it_missed_and_goes_on(nats_url: str, cluster: str, sqlite_url: str) -> None:  # noqa: F811
+def test_a_slow_reader_is_told_what_it_missed_and_goes_on(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+) -> None:
     with Site(nats_url, cluster, sqlite_url, write_s=600.0, watch_bytes=1 << 16) as running:
         connection = raw_watch(running.client.url, room=4096)
         begun = read_until(connection, b"event: begun\n")
@@ -397,7 +402,12 @@ def test_a_client_is_told_that_it_may_not_watch(running: Running) -> None:
     bad.close()
 
 
-def test_what_is_not_yours_is_not_there(nats_url: str, cluster: str, sqlite_url: str, tmp_path: Path) -> None:  # noqa: F811
+def test_what_is_not_yours_is_not_there(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+    tmp_path: Path,
+) -> None:
     access = tmp_path / "access.toml"
     tokens = {}
     for name, tenants in (("acme", ["acme"]), ("plain", [""])):
@@ -441,7 +451,7 @@ def test_what_is_not_yours_is_not_there(nats_url: str, cluster: str, sqlite_url:
             b.publish()
             events = take_until(own, has_gained("b"))
             assert {getattr(one, "instance", "b") for one in events} == {"b"}
-        found = [event for watch in others for event in iter(lambda watch=watch: watch.next_event(0.3), None)]  # type: ignore[misc]
+        found = [event for watch in others for event in iter(partial(watch.next_event, 0.3), None)]
         assert [event for event in found if getattr(event, "instance", getattr(event, "holder", "")) == "a"] == []
         depths = [event for event in iter(lambda: prefix.next_event(0.3), None) if isinstance(event, PrefixDepths)]
         assert depths == []

@@ -107,7 +107,8 @@ def test_a_stuck_thread_without_a_replacement_leaves_room_for_one(refused: list[
 def test_what_nvme_has_kept_is_read_once_there_is_a_thread(refused: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(salvage, "_LOOK_S", 0.001)
     one = salvage.Salvage.__new__(salvage.Salvage)
-    one._closing, one._read = threading.Event(), lambda slots: slots  # type: ignore[assignment, method-assign, return-value]
+    one._closing = threading.Event()
+    one._read = lambda slots: slots  # type: ignore[assignment, method-assign, return-value]
     refused += ["test", "test"]
     reader = Workers(1, "test")
     [reading] = one._begin(reader, [[1, 2]])

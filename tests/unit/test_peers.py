@@ -149,7 +149,8 @@ def test_where_rdma_is_refused_for_good_tcp_serves_every_read_with_one_warning_a
     network = Network(transports=(MEMORY, RDMA, TCP))
     both, why = peer(host="there", rdma="rxe0 fe80"), "only for who has proved each of its namespaces"
     network.answer([GOOD] * 4, way=RDMA)
-    network.answers["a", RDMA] = network.answers["a", RDMA]._replace(by=TCP, passed_over=why)  # type: ignore[union-attr]
+    answered = network.answers["a", RDMA]
+    network.answers["a", RDMA] = answered._replace(by=TCP, passed_over=why)  # type: ignore[union-attr]
     network.answer([GOOD] * 4, way=TCP)
     planned = network.peers.sources(SPACE.id, [both])[0]
     ways = []

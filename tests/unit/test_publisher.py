@@ -6,6 +6,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -749,8 +750,12 @@ class World:
         self.sequence += 2
         self.fence = Fence(epoch, "other", self.sequence - 1)
         self.stored.append((make_frame(0, 7, epoch).data, ORIGIN))
+
+        def live(at: int) -> None:
+            self.pulse = beat("other", self.sequence + at)
+
         for at in range(self.random.randint(0, 5)):
-            self.later(0.2 * at, lambda at=at: setattr(self, "pulse", beat("other", self.sequence + at)))  # type: ignore[misc]
+            self.later(0.2 * at, partial(live, at))
 
     def contiguous(self) -> Position:
         """How far the stream has our log from its beginning, as a reader that puts frames aside finds."""

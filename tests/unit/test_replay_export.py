@@ -92,7 +92,13 @@ def more_kinds() -> Frame:
         cause=MigrateCause.FETCH,
         hashes=chain(1, 2),
     )
-    child = BlocksCreated(namespace=NAMESPACE, tier=Tier.HBM, hashes=chain(0, 4)[32:], parent=chain(0, 2)[16:], start=2)  # type: ignore[arg-type]
+    child = BlocksCreated(
+        namespace=NAMESPACE,
+        tier=Tier.HBM,
+        hashes=chain(0, 4)[32:],
+        parent=chain(0, 2)[16:],  # type: ignore[arg-type]
+        start=2,
+    )
     stopped = InstanceStopped(reason=StopReason.OVERFLOW)
     last = FRAMES[-1]
     return Frame(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvbm.catalog.members.liveness import LastHeartbeat
@@ -28,7 +30,8 @@ def hashes(*numbers: int) -> bytes:
 
 
 def run(end: int, begin: int = 0, instance: str = "peer", **more: object) -> LentRun:
-    return LentRun(instance=instance, begin=begin, end=end, **({"place": ("z", "r", "g"), "tcp": True} | more))  # type: ignore[arg-type]
+    given: dict[str, Any] = {"place": ("z", "r", "g"), "tcp": True} | more
+    return LentRun(instance=instance, begin=begin, end=end, **given)
 
 
 def reader(size: int = BYTES, host: str = "", tcp: bool = True) -> ReadingInstance:

@@ -1224,7 +1224,8 @@ def test_claims_of_a_forgotten_instance_stay(twin: Twin) -> None:
     reader.read(*instance.frames)
     reader.sequencer.forget(mark_at(3))
     assert reader.index.claim_counts() == {"pool": 1}
-    assert [holder.name for holder in reader.index.holders(NAMESPACE.id, hashes(1))] == ["pool"]  # type: ignore[arg-type]
+    holders = reader.index.holders(NAMESPACE.id, hashes(1))  # type: ignore[arg-type]
+    assert [holder.name for holder in holders] == ["pool"]
 
 
 @each_twin

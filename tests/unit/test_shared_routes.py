@@ -73,7 +73,8 @@ def test_a_route_comes_whole_and_as_old_as_it_is() -> None:
     data, count = one.message(100.25)
     assert count == 1 and not one.is_waiting.is_set() and one.message(100.25) == (b"", 0)
     other.shared.hear(7.0, data)
-    expected = SharedRoute("caller router", True, "i-1", 70, 6, SPACE, 1, 4, hashes_of(4)[16:])  # type: ignore[arg-type]
+    missing = hashes_of(4)[16:]
+    expected = SharedRoute("caller router", True, "i-1", 70, 6, SPACE, 1, 4, missing)  # type: ignore[arg-type]
     assert other.taken == [(6.75, expected)]
     assert (other.shared.received, other.shared.refused) == (1, 0)
 

@@ -91,7 +91,8 @@ def test_where_nobody_names_anybody_the_systems_list_counts_and_then_certifis(
     assert "root_certificate" not in of_system.client_options()  # the client reads it itself
     monkeypatch.setattr(links, "_SYSTEM_LISTS", ())
     needed("certifi", "s3")
-    assert b"BEGIN CERTIFICATE" in link_to("https://store").client_options()["root_certificate"]  # type: ignore[operator]
+    options = link_to("https://store").client_options()
+    assert b"BEGIN CERTIFICATE" in options["root_certificate"]  # type: ignore[operator]
 
 
 def test_the_client_of_bytes_is_told_what_the_other_one_is_told(

@@ -109,7 +109,9 @@ class CudaDevice:
         self.name = str(properties.name)
         self.sms = int(properties.multi_processor_count)
         # torch hands out 32 streams in turn: made for each use, one would be a stream of a pool's lanes before long
-        self._streams: list[Any] = [torch.cuda.Stream(self.torch_device) for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._streams: list[Any] = []
+        for _ in range(2):
+            self._streams.append(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
         self._call: Any = None
 
     def settle(self) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,7 +138,7 @@ def waits(shape: Shape, device: Device, plan: WholePlan, steps: Steps) -> None:
 
         steps.step("first acquire", lambda: _first(engine, plan, add))
         for tokens in plan.lengths:
-            steps.step(f"{tokens} tokens", lambda tokens=tokens: _length(engine, plan, tokens, add))  # type: ignore[misc]
+            steps.step(f"{tokens} tokens", partial(_length, engine, plan, tokens, add))
         steps.step("both directions", lambda: _both(engine, plan, add))
         steps.step("a few blocks", lambda: _few(engine, plan, add))
         if torch.cuda.is_available():
@@ -206,7 +207,8 @@ def _few(engine: Engine, plan: WholePlan, add: Add) -> None:
     engine.store(hashes)
     idle, busy, cycles = [], [], 0
     if torch.cuda.is_available():
-        cycles = int(plan.busy_s * _CYCLES / engine.device.timed(lambda: torch.cuda._sleep(_CYCLES)))  # type: ignore[no-untyped-call]
+        slept_s = engine.device.timed(lambda: torch.cuda._sleep(_CYCLES))  # type: ignore[no-untyped-call]
+        cycles = int(plan.busy_s * _CYCLES / slept_s)
     for turn in range(plan.samples + 1):
         one = engine.load(hashes)
         engine.device.settle()

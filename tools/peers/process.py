@@ -28,7 +28,7 @@ class Program:
         prctl = ctypes.CDLL(None).prctl
         self._process = subprocess.Popen(
             command,
-            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one call, which takes no lock
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509 - one call, without a lock
         )
 
     def require_running(self) -> None:

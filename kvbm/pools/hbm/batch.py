@@ -84,7 +84,7 @@ class BatchMover:
         addresses, strides, _ = self._segments
         there = addresses[None, :] + slots.numpy()[:, None] * strides[None, :]
         here = address + at.numpy()[:, None] * rows.strides[0] + self._offsets[None, :]
-        return tuple(np.ascontiguousarray(places, dtype=np.uint64).ravel() for places in (there, here))  # type: ignore[return-value]
+        return np.ascontiguousarray(there, dtype=np.uint64).ravel(), np.ascontiguousarray(here, dtype=np.uint64).ravel()
 
     def _copy(self, targets: np.ndarray, sources: np.ndarray, blocks: int, order: int) -> None:
         import torch

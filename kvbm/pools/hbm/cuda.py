@@ -411,7 +411,8 @@ def open_queue(
 
     # The thread's current stream is one where nothing runs: a copy may also wait for that of its thread.
     def aside() -> AbstractContextManager[Any]:
-        made: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+        idle = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        made: AbstractContextManager[Any] = torch.cuda.stream(idle)
         return made
 
     if rings is not None:
@@ -557,7 +558,8 @@ def _without_engines(
         try:
             mover = KernelMover(layout, device)
             mover.try_out()
-        except Exception as error:  # noqa: BLE001  Triton compiles here, with what compiler and folders there are, and raises anything
+        # Triton compiles here, with what compiler and folders there are, and raises anything
+        except Exception as error:  # noqa: BLE001
             log.warning("hbm.kernel_refused", why=str(error), instead="one torch copy a tensor, slower")
         else:
             return mover

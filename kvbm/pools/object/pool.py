@@ -413,7 +413,8 @@ class BlockObjects:
         while True:
             try:
                 self.look()
-            except Exception as error:  # noqa: BLE001  # of a store or of keys: what is known stays known, and the next look comes
+            # of a store or of keys: what is known stays known, and the next look comes
+            except Exception as error:  # noqa: BLE001
                 self._on_trouble(f"OBJECT pool {self.name}: it could not look for what is withdrawn ({error!r})")
             if self._ending.wait(self._look_s / 2):
                 return

@@ -558,7 +558,7 @@ async def _attempt(request: Callable[[], Awaitable[Answer]]) -> Answer | _Failur
         return await request()
     except (BaseError, OSError) as error:
         return read_failure(error)
-    except Exception as error:  # noqa: BLE001 - the credentials' provider is somebody else's code, called from inside the client
+    except Exception as error:  # noqa: BLE001 - the credentials' provider, which the client calls, is others' code
         return _Failure(StoreTrouble.DENIED, f"{type(error).__name__}: {first_line(str(error))}", 0, again=False)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the client's own, which is no Exception

@@ -16,7 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
-from urllib.request import getproxies_environment, proxy_bypass_environment  # type: ignore[attr-defined]  # typeshed lacks it
+from urllib.request import (  # type: ignore[attr-defined]  # typeshed lacks the second
+    getproxies_environment,
+    proxy_bypass_environment,
+)
 
 from kvbm.core.errors import ConfigError
 

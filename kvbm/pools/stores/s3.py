@@ -235,7 +235,8 @@ def _look(linked: _Linked, bucket: str, prefix: str, endpoint: str) -> _Bucket:
     from botocore.exceptions import NoCredentialsError
 
     client = linked.client
-    credentials = client._request_signer._credentials  # type: ignore[attr-defined]  # the chain's choice, which renews itself
+    # the chain's choice, which renews itself
+    credentials = client._request_signer._credentials  # type: ignore[attr-defined]
     if credentials is None:
         raise NoCredentialsError
     answer = client.head_bucket(Bucket=bucket)

@@ -18,6 +18,7 @@ import fcntl
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -274,8 +275,7 @@ class Journal:
             self._check_open()
             try:
                 while done < len(frames):
-                    first = done
-                    done += self._with_room_locked(lambda: self._writer.append_group(frames, first))  # noqa: B023 - called now
+                    done += self._with_room_locked(partial(self._writer.append_group, frames, done))
             except OSError:
                 if not done:
                     raise

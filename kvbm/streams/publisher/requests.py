@@ -193,7 +193,7 @@ class StreamRequests:
             await self._fail_connection(stream, str(error), stands=stream is not None and stream is self._stream)
         except StreamError as error:
             await self._fail_connection(stream, str(error))
-        except Exception as error:  # noqa: BLE001 - whatever it was, without an answer the publisher would wait for ever
+        except Exception as error:  # noqa: BLE001 - without an answer the publisher would wait for ever
             await self._fail_connection(stream, self._reports.bug("publisher.connect_failed", CONNECTING, error))
         except asyncio.CancelledError:
             if stream is not self._stream:

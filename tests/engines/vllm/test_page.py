@@ -79,6 +79,10 @@ def test_whoever_follows_the_page_has_a_hit(installed: tuple[Environment, Path],
     def here(command: str) -> str:
         return command.replace("MODEL", model).replace("localhost:8000", f"localhost:{port}").strip()
 
+    def stored_blocks() -> float:
+        metrics = environment.run(f"curl -s localhost:{port}/metrics", tmp_path)
+        return sum(map(float, re.findall(r"kvbm_vllm_stored_blocks_total\{.*\} ([0-9.]+)", metrics)))
+
     cached = []
     try:
         for _ in range(2):
@@ -86,14 +90,8 @@ def test_whoever_follows_the_page_has_a_hit(installed: tuple[Environment, Path],
                 usage = json.loads(environment.run(here(ASK), tmp_path))["usage"]
                 cached.append((usage["prompt_tokens_details"] or {}).get("cached_tokens", 0))
                 told = _told(environment.run(here(LOOK), tmp_path))
-                stored = r"kvbm_vllm_stored_blocks_total\{.*\} ([0-9.]+)"
-                metrics = f"curl -s localhost:{port}/metrics"
                 if not cached[-1]:  # no other request comes, and all that was stored is told
-                    eventually(
-                        lambda: sum(map(float, re.findall(stored, environment.run(metrics, tmp_path)))) > 0,  # noqa: B023
-                        "what was stored was not told",
-                        STOP_S,
-                    )
+                    eventually(lambda: stored_blocks() > 0, "what was stored was not told", STOP_S)
     finally:
         shutil.rmtree(tmp_path / "kvbm-data", ignore_errors=True)  # 4 GiB
     assert cached[0] == 0

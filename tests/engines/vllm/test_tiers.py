@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 
@@ -30,13 +31,12 @@ def hits(engine: Engine) -> Mapping[str, int]:
 
 def wait_seen(engine: Engine, asks: list[Ask]) -> None:
     """Wait until an engine has looked at the pod's folder and seen these prompts' blocks there."""
+
+    def are_seen(ask: Ask) -> bool:
+        return bool(engine.in_core("in_pod", list(ask.tokens), ask.salt) >= ask.reusable_tokens // BLOCK_TOKENS)
+
     for ask in asks:
-        wanted = ask.reusable_tokens // BLOCK_TOKENS
-        eventually(
-            lambda ask=ask, wanted=wanted: engine.in_core("in_pod", list(ask.tokens), ask.salt) >= wanted,  # type: ignore[misc]
-            "another engine's blocks were not seen",
-            WAIT_S,
-        )
+        eventually(partial(are_seen, ask), "another engine's blocks were not seen", WAIT_S)
 
 
 ENGINES = [

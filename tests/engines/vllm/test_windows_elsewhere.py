@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,12 +111,12 @@ def test_a_second_engine_has_its_hits_from_the_first_ones_files(engines, truth_o
         scenarios.ask(first, truth, asks, [0] * 2)
         first.offload()
     with engines.running(with_kvbm(model, tmp_path / "b", pod, **setup)) as second:
+
+        def are_seen(ask: Ask) -> bool:
+            return bool(second.in_core("in_pod", list(ask.tokens), "") >= whole(kind, ask) // KINDS[kind][0])
+
         for ask in asks:
-            eventually(
-                lambda ask=ask: second.in_core("in_pod", list(ask.tokens), "") >= whole(kind, ask) // KINDS[kind][0],  # type: ignore[misc]
-                "another engine's blocks were not seen",
-                WAIT_S,
-            )
+            eventually(partial(are_seen, ask), "another engine's blocks were not seen", WAIT_S)
         scenarios.ask(second, truth, asks, [whole(kind, ask) for ask in asks])
         assert hits(second) == {"hits_NVME"}
         scenarios.ask_after_garbage(second, truth, asks, [whole(kind, ask) for ask in asks])

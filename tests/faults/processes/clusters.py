@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,7 +168,7 @@ class Cluster:
         book = ClaimsReader(self._database)
         try:
             for name, worker in self.workers.items():
-                eventually(lambda name=name, worker=worker: self._knows(book, name, worker), f"{name} is not known")  # type: ignore[misc]
+                eventually(partial(self._knows, book, name, worker), f"{name} is not known")
         finally:
             book.close()
 

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -210,7 +211,7 @@ def main(folder: str, ways: str, nats: str = "none") -> None:
         manager = open_one(Path(folder), nats)
         for number in range(3):
             threading.Thread(target=keep_busy, args=(manager, number), daemon=True).start()
-        eventually(lambda opened=manager: is_busy(opened), "nothing is copied", state=manager.stats)  # type: ignore[misc]
+        eventually(partial(is_busy, manager), "nothing is copied", state=manager.stats)
         print(f"busy {os.getpid()} {way}", flush=True)
         leave(way, manager)
 

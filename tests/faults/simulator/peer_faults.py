@@ -5,6 +5,7 @@ peers.
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbm.core.errors import KvbmError
@@ -83,7 +84,7 @@ def clear_lenders(faults: Faults, rng: random.Random) -> Undo:
         for node in faults.cluster.nodes:
             manager, process = node.manager, node.process
             if node.is_running and process is not None and rng.random() < 0.5:
-                node.spawn(process, lambda node=node, manager=manager: clear(node, manager), "clear")  # type: ignore[misc]
+                node.spawn(process, partial(clear, node, manager), "clear")
         world.after(rng.choice((0.005, 0.05)) * rng.uniform(0.5, 1.5), world.nature, again)
 
     def end() -> None:

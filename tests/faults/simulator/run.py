@@ -137,12 +137,14 @@ def watched(*, logs: bool = False) -> Iterator[None]:
 
     def stepped(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = step(self, *args, **kwargs)
-        INSTALLED.world.checker.stepped(self, result.advanced, INSTALLED.world.current.machine)  # type: ignore[attr-defined]
+        checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
+        checker.stepped(self, result.advanced, process.machine)
         return result
 
     def plain_taken(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = take_plain(self, *args, **kwargs)
-        INSTALLED.world.checker.stepped(self, result.advanced, INSTALLED.world.current.machine)  # type: ignore[attr-defined]
+        checker, process = INSTALLED.world.checker, INSTALLED.world.current  # type: ignore[attr-defined]
+        checker.stepped(self, result.advanced, process.machine)
         return result
 
     def dropped(self: Any, instance: Any) -> None:

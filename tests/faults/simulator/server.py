@@ -627,7 +627,7 @@ class SimStream:
                     items.append(item)
                     wake.set()
 
-                await ask(self._server, link, 1.0, lambda link=link, put=put: subscribe(link, put))  # type: ignore[misc]
+                await ask(self._server, link, 1.0, partial(subscribe, link, put))
             except StreamError:
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, 2.0)
