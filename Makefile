@@ -187,7 +187,7 @@ lint: setup  ## format and lint, checked
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE_FORMATTED)
 
-sizes: setup  ## files, classes, functions and constructors that are larger than the project allows
+sizes: setup  ## files, classes, functions, constructors and lines that are larger than the project allows
 	$(BIN)/python tools/sizes.py
 
 type: setup  ## mypy --strict

@@ -63,7 +63,7 @@ def verdicts() -> list[Verdict]:
             signal.alarm(_MOST_S)
             try:
                 groups, why = _built(name, types[name])
-            except Exception:  # noqa: BLE001 - a configuration that its defaults do not make, a kernel that this machine lacks
+            except Exception:  # noqa: BLE001 - its defaults make no configuration, or this machine lacks a kernel
                 groups = ""
             finally:
                 signal.alarm(0)
