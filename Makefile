@@ -37,8 +37,8 @@ ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
 .PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
   smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick \
-  pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup fmt lint sizes type \
-  contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
+  pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup fmt lint sizes \
+  type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
