@@ -29,6 +29,7 @@ AZURITE := build/azurite/node_modules/.bin/azurite-blob
 JOBS ?= 4
 ENGINE_JOBS ?= 2
 FUZZ_SECONDS ?= 600
+VLLM_NEXT ?= 0.33
 # How tests are run: the gate (`check`) runs once more, alone, what a stalled machine can make fail. A worker that has
 # nothing left takes tests from the other, for few files have the long ones.
 RUN_TESTS = -m pytest
@@ -37,8 +38,8 @@ ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
 .PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
   smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick \
-  pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup fmt lint sizes \
-  type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
+  vllm-next-check pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup \
+  fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -130,6 +131,12 @@ test-engines: $(ENGINES_STAMP)  ## … all of it
 $(PD_STAMP): $(ENGINES_STAMP)
 	$(ENGINES_PIP) install --quiet -c constraints-engines.txt vllm-router==0.1.17
 	touch $@
+
+# The wheel, 340 MB without what it depends on, is read and not run.
+vllm-next-check: | $(BIN)/python  ## what kvbm uses of vLLM, held against the wheel of vLLM VLLM_NEXT (needs a network)
+	rm -rf build/vllm-next
+	$(PIP) download --quiet --no-deps --only-binary :all: --dest build/vllm-next 'vllm==$(VLLM_NEXT).*'
+	$(BIN)/python tools/vllm_uses.py build/vllm-next/vllm-*.whl
 
 pd: $(PD_STAMP)  ## the environment with vLLM and vllm-router, below build/ (needs a network, 4 GB)
 

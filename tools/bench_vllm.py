@@ -4,9 +4,9 @@ against an LRU.
     python tools/bench_vllm.py [--only PART …] [--quick] [--json FILE]
 
 Run it where vLLM is installed, on whatever device that finds. Models have random weights and are made on the spot. What
-is compared runs in the same minutes, one engine working at a time, and ratios are of pairs. Throughput pairs go on
-until the 95 % interval of their mean ratio is narrow enough, or time is up, and the table says which. Nothing here
-asserts a time.
+is compared runs in the same minutes, one engine working at a time, and ratios are of pairs. Pairs go on until the 95 %
+interval of their mean ratio is narrow enough, or time is up or there are as many as allowed, and the table says which.
+Nothing here asserts a time.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,9 +36,11 @@ from engine_bench.engine import BLOCK_TOKENS, Engine, EngineError, Engines, Ran,
 from engine_bench.lru import Served
 from engine_bench.paired import Interval, interval, is_settled, spread
 
-HALF_INTERVAL = 0.015
+HALF_INTERVAL = 0.01
 LEAST_PAIRS = 6
 WORST_LOSS = 0.02
+WARM_ROUNDS = 3  # HOST is full then, and evicts as it will from here on
+MOST_CHANGE = 0.01  # of the time that work takes, as a mean over processes
 
 
 class Row(NamedTuple):
@@ -83,6 +86,11 @@ class Pair(NamedTuple):
         return self.without.wall_s / self.connected.wall_s
 
     @property
+    def time(self) -> float:
+        """Wall time with it, over without: above 1 is a loss."""
+        return self.connected.wall_s / self.without.wall_s
+
+    @property
     def cpu(self) -> float:
         """CPU seconds with it, over without: above 1 is a loss."""
         return self.connected.cpu_s / self.without.cpu_s
@@ -93,7 +101,9 @@ class Plan(NamedTuple):
 
     Attributes:
         throughput_s: the most that pairs may take.
-        pair_prompts, pair_tokens, pair_outputs: of one side of a pair.
+        most_pairs: of processes.
+        rounds: of prompts that a process of a pair answers, once it is warm.
+        pair_prompts, pair_tokens, pair_outputs: of one side of a pair, or of one round.
         lengths: of prompts whose time to first token is measured, ascending.
         samples: of each length.
         requests: of the scripted workload.
@@ -101,6 +111,8 @@ class Plan(NamedTuple):
     """
 
     throughput_s: float = 240.0
+    most_pairs: int = 40
+    rounds: int = 12
     pair_prompts: int = 4
     pair_tokens: int = 384
     pair_outputs: int = 32
@@ -110,7 +122,31 @@ class Plan(NamedTuple):
     slots: int = 64
 
 
-QUICK = Plan(throughput_s=40.0, lengths=(256, 1024), samples=3, requests=80)
+QUICK = Plan(throughput_s=40.0, most_pairs=2, rounds=2, lengths=(256, 1024), samples=3, requests=80)
+
+
+def alternating(
+    measured: Callable[[int, bool], Ran], is_enough: Callable[[Sequence[Pair]], bool], most: int
+) -> list[Pair]:
+    """Pairs whose sides take turns in being first, A B B A A B …, so that a machine that slows down slows both alike.
+
+    Args:
+        measured: the work of a pair, by its number, with the connector or without.
+        is_enough: asked after each pair.
+        most: pairs, however little is known by then.
+    """
+    pairs: list[Pair] = []
+    while len(pairs) < most and not is_enough(pairs):
+        number = len(pairs)
+        first_with = bool(number % 2)
+        ran = {is_with: measured(number, is_with) for is_with in (first_with, not first_with)}
+        pairs.append(Pair(ran[False], ran[True]))
+    return pairs
+
+
+def mean_of(rounds: Sequence[Ran]) -> Ran:
+    """What one round of a process took on average."""
+    return Ran(statistics.fmean(one.wall_s for one in rounds), statistics.fmean(one.cpu_s for one in rounds), [], [])
 
 
 class Bench:
@@ -123,21 +159,97 @@ class Bench:
         self._random = random.Random(1)
         self._data = itertools.count()
 
-    # -- throughput ---------------------------------------------------------------------------------------------------
+    # -- without reuse ------------------------------------------------------------------------------------------------
+
+    @property
+    def _blocks(self) -> int:
+        """Of the prompts of one side of a pair, and what is generated for them."""
+        return self._plan.pair_prompts * (-(-(self._plan.pair_tokens + self._plan.pair_outputs) // BLOCK_TOKENS) + 1)
+
+    @property
+    def _no_reuse(self) -> Setup:
+        """An engine that answers them, whose HBM holds a part of them."""
+        plan = self._plan
+        return Setup(
+            self._shape,
+            str(self._folder),
+            self._blocks * 2 // 3,
+            plan.pair_tokens + plan.pair_outputs + 1,
+            requests=plan.pair_prompts // 2,
+        )
+
+    def processes(self) -> Found:
+        """The same new prompts in a process with HOST and in one without the connector, in changing order."""
+        host = {"pools.host.slots": 2 * self._blocks}
+        sides: dict[str, dict[str, Any] | None] = {"HOST": host}
+        if self._control:
+            sides["without"] = None
+
+        def is_enough(pairs: Sequence[Pair]) -> bool:
+            return is_settled([pair.time for pair in pairs], HALF_INTERVAL, LEAST_PAIRS)
+
+        began_s = time.monotonic()
+        pairs = {
+            side: alternating(partial(self._process, extra), is_enough, self._plan.most_pairs)
+            for side, extra in sides.items()
+        }
+        return self._processes_found(pairs, time.monotonic() - began_s)
+
+    def _process(self, connected: dict[str, Any] | None, number: int, is_with: bool) -> Ran:
+        """What a round of new prompts takes a process of its own, on average; both processes of a pair get the same."""
+        plan, chosen = self._plan, random.Random(f"pair {number}")
+        extra = connected if is_with else None
+        name = f"pair {number}, {'without' if extra is None else 'with'} kvbm"
+        ran: list[Ran] = []
+        with self._start(name, self._no_reuse, extra) as engine:
+            for _ in range(WARM_ROUNDS + plan.rounds):
+                prompts = [self._tokens(plan.pair_tokens, chosen) for _ in range(plan.pair_prompts)]
+                ran.append(engine.run(prompts, plan.pair_outputs))
+                if any(ran[-1].cached_tokens):
+                    raise EngineError(f"{sum(ran[-1].cached_tokens)} tokens of new prompts were found cached")
+        return mean_of(ran[WARM_ROUNDS:])
+
+    def _processes_found(self, pairs: dict[str, list[Pair]], took_s: float) -> Found:
+        plan = self._plan
+        rows: list[Row] = []
+        numbers: dict[str, Any] = {}
+        for side, found in pairs.items():
+            change, cpu = interval([pair.time - 1 for pair in found]), interval([pair.cpu - 1 for pair in found])
+            name = side.lower()
+            numbers |= {
+                f"process_time_change_{name}": change.mean,
+                f"process_time_half_{name}": change.half,
+                f"process_cpu_change_{name}": cpu.mean,
+                f"process_pairs_{name}": change.count,
+            }
+            goal, met = f"within {MOST_CHANGE}", None
+            if side == "without":
+                goal = "0: the method's error"
+            elif change.half <= HALF_INTERVAL:
+                met = abs(change.mean) <= MOST_CHANGE
+            rows.append(Row(f"{side}: change in time against without", change.mean, "ratio", _half(change), goal, met))
+            rows.append(Row(f"{side}: change in CPU seconds", cpu.mean, "ratio", _half(cpu)))
+        widest = max(numbers[f"process_time_half_{side.lower()}"] for side in pairs)
+        counts = ", ".join(f"{len(found)} ({side})" for side, found in pairs.items())
+        method = [
+            (
+                f"A process is a mean of {plan.rounds} rounds, after {WARM_ROUNDS} that fill HOST. A round is"
+                f" {plan.pair_prompts} prompts of {plan.pair_tokens} random tokens, {plan.pair_outputs} generated for"
+                f" each, {plan.pair_prompts // 2} at a time; {self._shape.words}; {self._threads_said()}."
+            ),
+            (
+                "A pair is two processes that are given the same, one with the connector and one without, and the sides"
+                f" take turns in being first. Pairs: {counts}, in {took_s:.0f} s; the widest 95 % interval is ±"
+                f" {widest:.1%}, {'as' if widest <= HALF_INTERVAL else 'not the'} ± {HALF_INTERVAL:.1%} wanted."
+            ),
+        ]
+        return Found(rows, method, numbers)
 
     def throughput(self) -> Found:
         """The same new prompts with and without the connector in one process, in changing order, each pair with its
         own.
         """
-        plan = self._plan
-        blocks = plan.pair_prompts * (-(-(plan.pair_tokens + plan.pair_outputs) // BLOCK_TOKENS) + 1)
-        setup = Setup(
-            self._shape,
-            str(self._folder),
-            blocks * 2 // 3,
-            plan.pair_tokens + plan.pair_outputs + 1,
-            requests=plan.pair_prompts // 2,
-        )
+        plan, setup, blocks = self._plan, self._no_reuse, self._blocks
         host = {"pools.host.slots": 2 * blocks}
         sides = {"HOST": host, "HOST and NVME": host | {"pools.nvme.slots": 8 * blocks}}
         pairs: dict[str, list[Pair]] = {side: [] for side in sides}
@@ -145,7 +257,7 @@ class Bench:
             pairs["without"] = []
         with ExitStack() as stack:
             engines = {side: stack.enter_context(self._start(side, setup, extra)) for side, extra in sides.items()}
-            for side in [*sides] * 3:  # HOST is full then, and evicts as it will from here on
+            for side in [*sides] * WARM_ROUNDS:
                 self._pair(engines[side], "HOST", True)
             began_s = time.monotonic()
             snapshots = 0
@@ -365,8 +477,9 @@ class Bench:
     def _data_folder(self) -> str:
         return str(self._folder / f"data-{next(self._data)}")
 
-    def _tokens(self, count: int) -> list[int]:
-        return [self._random.randrange(self._shape.vocabulary) for _ in range(count)]
+    def _tokens(self, count: int, chosen: random.Random | None = None) -> list[int]:
+        chosen = chosen or self._random
+        return [chosen.randrange(self._shape.vocabulary) for _ in range(count)]
 
     def _threads_said(self) -> str:
         return f"{self._threads} computing thread{'s' if self._threads > 1 else ''}"
@@ -404,7 +517,8 @@ def _quartiles(values: Sequence[float]) -> str:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 PARTS: dict[str, tuple[str, Callable[[Bench], Found]]] = {
-    "throughput": ("throughput without reuse", Bench.throughput),
+    "processes": ("time without reuse, process by process", Bench.processes),
+    "throughput": ("throughput without reuse, a process with itself", Bench.throughput),
     "ttft": ("time to first token, all of the prompt reused", Bench.first_token),
     "hits": ("hit tokens against an LRU of the same slots", Bench.hits),
 }
@@ -458,9 +572,10 @@ def main() -> None:
     parser.add_argument(
         "--control",
         action="store_true",
-        help="throughput of an engine without kvbm against itself, too: the method's own error",
+        help="what is measured without reuse of an engine without kvbm against itself, too: the method's own error",
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="the most that throughput's pairs take (4)")
+    parser.add_argument("--most", type=int, metavar="N", help="the most pairs of processes (40)")
     parser.add_argument(
         "--threads",
         type=int,
@@ -481,6 +596,8 @@ def main() -> None:
     plan = QUICK if arguments.quick else Plan()
     if arguments.minutes is not None:
         plan = plan._replace(throughput_s=60 * arguments.minutes)
+    if arguments.most is not None:
+        plan = plan._replace(most_pairs=arguments.most)
     shape = model.LARGE if _device() else model.MIDDLE
     print(f"{machine()}\nload average {os.getloadavg()[0]:.1f} at the start", flush=True)
     report: dict[str, Any] = {"machine": machine(), "quick": arguments.quick, "parts": {}}

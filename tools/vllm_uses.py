@@ -1,7 +1,9 @@
-"""What kvbm uses of vLLM, held against a vLLM that is not run: an installed one, or the folder of an unpacked wheel.
+"""What kvbm uses of vLLM, held against a vLLM that is not run: an installed one, a wheel, or the folder of an unpacked
+one.
 
-`python tools/vllm_uses.py [FOLDER]` prints what that vLLM lacks or has otherwise (exit status 1), and what its
-connector interface has besides.
+`python tools/vllm_uses.py [FOLDER | WHEEL]` prints what that vLLM's connector interface has besides, and ends with one
+sentence on what that vLLM lacks or has otherwise (exit status 1). `make vllm-next-check` runs it on the wheel of the
+next vLLM.
 
 FOLDER has `vllm/` in it: site-packages, or what `unzip vllm-*.whl` makes. Without one it is where vLLM is installed.
 Nothing of vLLM is imported: its source is read. What kvbm's classes override is read from kvbm's own source; what it
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 import ast
 import sys
+import tempfile
+import zipfile
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -28,10 +32,12 @@ vllm.config.attention
 vllm.config.cache
     CacheConfig: enable_prefix_caching prefix_caching_hash_algo cache_dtype kv_cache_dtype_skip_layers sliding_window
     CacheConfig: kv_sharing_fast_prefill swa_bounded_replay
+vllm.config.compilation
+    CompilationConfig: static_forward_context
 vllm.config.kv_events
     KVEventsConfig: enable_kv_cache_events
 vllm.config.kv_transfer
-    KVTransferConfig: kv_role kv_connector_extra_config kv_load_failure_policy
+    KVTransferConfig: kv_role kv_connector_extra_config kv_load_failure_policy engine_id
 vllm.config.load
     LoadConfig: load_format
 vllm.config.lora
@@ -46,26 +52,34 @@ vllm.config.multimodal
 vllm.config.parallel
     ParallelConfig: tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size
     ParallelConfig: decode_context_parallel_size nnodes_within_dp distributed_executor_backend world_size
-    ParallelConfig: data_parallel_size data_parallel_index
+    ParallelConfig: data_parallel_size data_parallel_index cp_kv_cache_interleave_size dcp_kv_cache_interleave_size
 vllm.config.speculative
     SpeculativeConfig: method quantization kv_cache_dtype attention_backend draft_model_config draft_load_config
+    SpeculativeConfig.use_eagle_block_drop(self)
 vllm.config.vllm
     VllmConfig: model_config cache_config load_config parallel_config lora_config speculative_config attention_config
     VllmConfig: additional_config weight_transfer_config mamba_config kv_transfer_config kv_events_config
+    VllmConfig: compilation_config
+vllm.distributed
+    get_pcp_group()
+    get_pp_group()
 vllm.distributed.kv_events
     BlockStored: block_hashes parent_block_hash token_ids block_size lora_id lora_name medium group_idx
     BlockStored: extra_keys kv_cache_spec_kind kv_cache_spec_sliding_window
     BlockRemoved: block_hashes medium group_idx
+vllm.distributed.kv_transfer
+    get_kv_transfer_group()
 vllm.distributed.kv_transfer.kv_connector.factory
     KVConnectorFactory.register_connector(cls, name, module_path, class_name)
 vllm.distributed.kv_transfer.kv_connector.v1.base
-    KVConnectorBase_V1: _kv_transfer_config _connector_metadata
+    KVConnectorBase_V1: _kv_transfer_config _connector_metadata _vllm_config _kv_cache_config
     KVConnectorTransferResults: finished_recving failed_recving
     KVConnectorRole: SCHEDULER WORKER
 vllm.distributed.kv_transfer.kv_connector.v1.metrics
     KVConnectorStats: data
     KVConnectorPromMetrics: _counter_cls _gauge_cls _histogram_cls per_engine_labelvalues
 vllm.distributed.parallel_state
+    GroupCoordinator: rank_in_group
     get_tensor_model_parallel_rank()
 vllm.lora.request
     LoRARequest: lora_int_id lora_name lora_path
@@ -75,10 +89,19 @@ vllm.lora.worker_manager
     WorkerLoRAManager: lora_config
     WorkerLoRAManager._load_adapter(self, lora_request)
     WorkerLoRAManager.list_adapters(self)
+vllm.model_executor.layers.attention.attention
+    Attention: kv_cache_dtype
+vllm.model_executor.layers.attention_layer_base
+    AttentionLayerBase.get_attn_backend(self)
+vllm.multimodal.inputs
+    MultiModalFeatureSpec: identifier
 vllm.platforms.interface
     Platform.get_device_name(cls, ...)
     Platform.is_cpu(self)
     Platform.get_cpu_architecture(cls)
+vllm.v1.attention.backend
+    AttentionBackend.get_name()
+    AttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
 vllm.v1.core.block_pool
     BlockPool: blocks cached_block_hash_to_block
     BlockPool.cache_full_blocks(self, request, blocks, num_cached_blocks, num_full_blocks, \
@@ -90,24 +113,31 @@ block_size, kv_cache_group_id, ...)
     BlockHashToBlockMap.get_one_block(self, key)
     BlockHashToBlockMap.insert(self, key, block)
     BlockHashToBlockMap.pop(self, key, block_id)
+vllm.v1.core.kv_cache_coordinator
+    KVCacheCoordinator.get_num_cacheable_tokens(self, num_computed_tokens, kv_cache_group_id)
 vllm.v1.core.kv_cache_manager
     KVCacheBlocks.get_block_ids(self, ...)
-    KVCacheManager: block_pool
+    KVCacheManager: block_pool coordinator
     KVCacheManager.get_block_ids(self, request_id)
 vllm.v1.core.kv_cache_utils
     KVCacheBlock: block_id block_hash is_null
+    generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
     maybe_convert_block_hash(hash_bytes)
+    to_event_extra_keys(extra_keys)
 vllm.v1.core.sched.output
     SchedulerOutput: num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids finished_req_ids
-    SchedulerOutput: kv_connector_block_state
+    SchedulerOutput: kv_connector_block_state scheduled_new_reqs scheduled_cached_reqs
+    NewRequestData: req_id block_ids
+    CachedRequestData: req_ids new_block_ids
     KVConnectorBlockState: boundary_state_offloads
 vllm.v1.kv_cache_interface
     KVCacheConfig: num_blocks kv_cache_tensors kv_cache_groups kv_cache_layout hash_block_size
     KVCacheConfig: cache_hit_alignment_tokens kv_tp_replicas
     KVCacheTensor: size layers layer_stride block_stride offset host_resident
-    KVCacheGroupSpec: layer_names kv_cache_spec host_resident enable_kv_transfer
+    KVCacheGroupSpec: layer_names kv_cache_spec host_resident enable_kv_transfer is_eagle_group
     KVCacheSpec: block_size page_size_bytes prefix_cacheable
     FullAttentionSpec: num_heads head_size head_size_v dtype kv_quant_mode sliding_window attention_chunk_size
+    FullAttentionSpec: dcp_sharded
     MLAAttentionSpec: cache_dtype_str tokens_per_state
     SlidingWindowSpec: sliding_window extra_retained_tokens
     SlidingWindowMLASpec: sliding_window
@@ -119,6 +149,8 @@ vllm.v1.kv_cache_interface
     CrossAttentionSpec: page_size_bytes
     EncoderOnlyAttentionSpec: page_size_bytes
     HiddenStateCacheSpec: page_size_bytes
+    get_kv_cache_spec_kind(kv_cache_spec)
+    get_kv_cache_spec_sliding_window(kv_cache_spec)
 vllm.v1.metrics.cache_hit_source
     CacheHitSource: HOST DISK EXTERNAL_UNSPECIFIED
 vllm.v1.metrics.utils
@@ -128,12 +160,16 @@ vllm.v1.outputs
 vllm.v1.request
     Request: request_id block_hashes num_tokens num_prompt_tokens num_computed_tokens num_in_flight_tokens
     Request: all_token_ids skip_reading_prefix_cache shared_prefix_boundary kv_transfer_params lora_request
+    Request: cache_salt mm_features num_output_tokens status
+    RequestStatus: FINISHED_STOPPED FINISHED_LENGTH_CAPPED
 vllm.v1.worker.gpu.model_runner
     GPUModelRunner: vllm_config model
+    GPUModelRunner.get_draft_model(self)
     GPUModelRunner.initialize_kv_cache(self, kv_cache_config, ...)
     GPUModelRunner.reload_weights(self, ...)
 vllm.v1.worker.gpu_model_runner
     GPUModelRunner: vllm_config model
+    GPUModelRunner.get_draft_model(self)
     GPUModelRunner.initialize_kv_cache(self, kv_cache_config, ...)
     GPUModelRunner.reload_weights(self, ...)
 vllm.v1.worker.gpu_worker
@@ -391,14 +427,31 @@ def installed() -> Path:
     return Path(found.origin).parents[1]
 
 
+def unpacked(wheel: Path, folder: Path) -> Path:
+    """The folder, with vLLM's Python source from a wheel in it."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(
+            folder, [name for name in archive.namelist() if name.startswith("vllm/") and name.endswith(".py")]
+        )
+    return folder
+
+
+def verdict(name: str, report: Report) -> str:
+    """One sentence: whether kvbm finds in a vLLM of some name what it uses, and where it does not."""
+    if not report.lacking:
+        return f"{name} has all that kvbm uses, as it is used"
+    places = f"{len(report.lacking)} place{'s' if len(report.lacking) > 1 else ''}"
+    return f"{name} is otherwise than kvbm uses it in {places}: {'; '.join(report.lacking)}"
+
+
 def main() -> int:
     """Print what was found."""
-    report = compare(Path(sys.argv[1]) if len(sys.argv) > 1 else installed())
-    for one in report.lacking:
-        print(f"lacking  {one}")
+    given = Path(sys.argv[1]) if len(sys.argv) > 1 else installed()
+    with tempfile.TemporaryDirectory() as folder:
+        report = compare(unpacked(given, Path(folder)) if given.suffix == ".whl" else given)
     for name in report.new:
         print(f"new      KVConnectorBase_V1.{name}")
-    print(f"{len(report.lacking)} lacking, {len(report.new)} new")
+    print(verdict(given.name, report))
     return 1 if report.lacking else 0
 
 

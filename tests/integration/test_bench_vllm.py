@@ -6,13 +6,15 @@ import math
 import random
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 
 class Parts(NamedTuple):
+    bench: ModuleType
     conversations: ModuleType
     lru: ModuleType
     model: ModuleType
@@ -22,9 +24,10 @@ class Parts(NamedTuple):
 @pytest.fixture
 def parts(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> Parts:
     monkeypatch.syspath_prepend(str(pytestconfig.rootpath / "tools"))
+    import bench_vllm
     from engine_bench import conversations, lru, model, paired
 
-    return Parts(conversations, lru, model, paired)
+    return Parts(bench_vllm, conversations, lru, model, paired)
 
 
 def test_students_t_is_that_of_the_tables(parts: Parts) -> None:
@@ -49,14 +52,67 @@ def test_the_interval_holds_the_truth_nineteen_times_of_twenty(parts: Parts) -> 
 
 
 def test_a_few_values_that_happen_to_agree_do_not_end_a_measurement(parts: Parts) -> None:
-    assert not parts.paired.is_settled([1.0, 1.0, 1.0], 0.015, 6)
-    assert parts.paired.is_settled([1.0, 1.0, 1.0, 1.001, 1.0, 1.0], 0.015, 6)
-    assert not parts.paired.is_settled([1.0, 1.1, 0.9, 1.2, 0.8, 1.0], 0.015, 6)
+    assert not parts.paired.is_settled([1.0, 1.0, 1.0], 0.01, 6)
+    assert parts.paired.is_settled([1.0, 1.0, 1.0, 1.001, 1.0, 1.0], 0.01, 6)
+    assert not parts.paired.is_settled([1.0, 1.1, 0.9, 1.2, 0.8, 1.0], 0.01, 6)
 
 
 def test_a_spread_is_half_the_distance_of_the_quartiles_over_the_median(parts: Parts) -> None:
     assert parts.paired.spread([8.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(0.15)
     assert parts.paired.spread([1.0]) is None
+
+
+def measured_pairs(
+    parts: Parts, seconds: dict[bool, list[float]], most: int
+) -> tuple[list[Any], list[tuple[int, bool]]]:
+    """What comes of processes that take so long, without kvbm and with it, and in which order they were measured."""
+    order: list[tuple[int, bool]] = []
+
+    def measured(number: int, is_with: bool) -> Any:
+        order.append((number, is_with))
+        return parts.bench.Ran(seconds[is_with][number], 1.0, [], [])
+
+    def is_enough(pairs: Any) -> bool:
+        return bool(parts.paired.is_settled([pair.time for pair in pairs], 0.01, 6))
+
+    return parts.bench.alternating(measured, is_enough, most), order
+
+
+def test_processes_without_and_with_take_turns_in_being_first(parts: Parts) -> None:
+    pairs, order = measured_pairs(parts, {False: [2.0, 4.0, 2.0], True: [1.0, 6.0, 2.0]}, 3)
+    assert [is_with for _, is_with in order] == [False, True, True, False, False, True]
+    assert [number for number, _ in order] == [0, 0, 1, 1, 2, 2]
+    assert [pair.time for pair in pairs] == [0.5, 1.5, 1.0]
+
+
+def test_pairs_of_processes_end_when_their_interval_is_narrow_or_there_are_enough(parts: Parts) -> None:
+    steady = {False: [1.0] * 20, True: [1.0, 1.001] * 10}
+    assert len(measured_pairs(parts, steady, 20)[0]) == 6
+    noisy = {False: [1.0] * 20, True: [1.0, 1.2] * 10}
+    assert len(measured_pairs(parts, noisy, 20)[0]) == 20
+    settling = {False: [1.0] * 20, True: [1.03, *[1.0] * 19]}
+    assert 6 < len(measured_pairs(parts, settling, 20)[0]) < 20
+
+
+def test_a_process_counts_as_the_mean_of_its_rounds(parts: Parts) -> None:
+    found = parts.bench.mean_of([parts.bench.Ran(1.0, 2.0, [[1]], [0]), parts.bench.Ran(2.0, 4.0, [[2]], [0])])
+    assert found[:2] == (1.5, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("with_s", "met"),
+    [([1.004, 1.005] * 4, True), ([1.02, 1.021] * 4, False), ([0.98, 0.981] * 4, False), ([1.0, 1.1] * 4, None)],
+)
+def test_the_goal_is_a_change_of_a_percent_either_way_where_it_is_known_so_well(
+    parts: Parts, tmp_path: Path, with_s: list[float], met: bool | None
+) -> None:
+    bench = parts.bench.Bench(parts.bench.QUICK, parts.model.TINY, tmp_path, 1, control=False)
+    ran = [parts.bench.Ran(seconds, 1.0, [], []) for seconds in with_s]
+    pairs = [parts.bench.Pair(parts.bench.Ran(1.0, 1.0, [], []), one) for one in ran]
+    found = bench._processes_found({"HOST": pairs}, 1.0)
+    assert found.rows[0].met is met
+    assert found.rows[0].value == pytest.approx(sum(with_s) / len(with_s) - 1)
+    assert found.numbers["process_pairs_host"] == len(pairs)
 
 
 def served(parts: Parts, *prompts: range) -> list[object]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from tools.vllm_uses import Report, compare
+from tools.vllm_uses import Report, compare, unpacked, verdict
 
 BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
 INTERFACE = """
@@ -112,3 +113,23 @@ def test_a_method_of_the_interface_that_nobody_knows_is_new(tmp_path: Path) -> N
 def test_a_folder_without_a_vllm_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no vllm/__init__"):
         compare(tmp_path)
+
+
+def test_a_wheel_is_read_as_its_folder_would_be(tmp_path: Path) -> None:
+    assert compared(tmp_path / "made") == Report([], [])
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
+        for path in (tmp_path / "made").rglob("*.py"):
+            wheel.write(path, path.relative_to(tmp_path / "made"))
+        wheel.writestr("vllm/_C.abi3.so", "not wanted")
+    folder = unpacked(tmp_path / "vllm.whl", tmp_path / "read")
+    assert compare(folder, tmp_path / "made" / "ours", USES) == Report([], [])
+    assert not (folder / "vllm" / "_C.abi3.so").exists()
+
+
+def test_what_is_otherwise_is_said_in_one_sentence(tmp_path: Path) -> None:
+    changed = compared(tmp_path, pool=REAL_POOL.replace('kind=""', 'sort=""').replace("size: int = 0", ""))
+    assert verdict("vllm-0.33.0.whl", changed) == (
+        "vllm-0.33.0.whl is otherwise than kvbm uses it in 2 places: vllm.core: Pool has no size; "
+        "vllm.pool: made takes (size, sort), and (size, kind) is used"
+    )
+    assert verdict("vllm-0.33.0.whl", Report([], ["sleep"])) == "vllm-0.33.0.whl has all that kvbm uses, as it is used"

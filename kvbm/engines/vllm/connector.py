@@ -133,7 +133,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._meeting = Meeting(str(self._kv_transfer_config.engine_id))
         if is_scheduler:
             self._meeting.claim()
-            if served.stages > 1:
+            if served.workers_say:
                 self._unopened = served
             else:
                 self._open(served, [served.blocks])
@@ -141,7 +141,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 log.info("load_failures.recomputed", notice='kv_load_failure_policy is "recompute" with kvbm')
                 self._kv_transfer_config.kv_load_failure_policy = "recompute"
         else:
-            if served.stages > 1:
+            if served.workers_say:
                 self._handshake = KvbmHandshake(get_pp_group().rank_in_group, served.blocks)
             if served.blocks.why:
                 return
@@ -188,7 +188,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if are_wanted(self._vllm_config):
             self._scheduler.follow_tiers(extra_keys_of)
         if self._bound is not None:
-            self._scheduler.bind(self._bound.block_pool, self._bound.get_block_ids)
+            self._bind(self._scheduler)
 
     def give_up(self, why: str, error: Exception) -> None:
         """Begin nothing new from now on. Copies under way end properly."""
@@ -213,7 +213,11 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().bind_kv_cache_manager(kv_cache_manager)
         self._bound = kv_cache_manager
         if self._scheduler is not None:
-            self._scheduler.bind(kv_cache_manager.block_pool, kv_cache_manager.get_block_ids)
+            self._bind(self._scheduler)
+
+    def _bind(self, scheduler: Scheduler) -> None:
+        bound = self._bound
+        scheduler.bind(bound.block_pool, bound.get_block_ids, bound.coordinator.get_num_cacheable_tokens)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """What workers say of their stages, once, before the first request.

@@ -22,7 +22,7 @@ from kvbm.engines.vllm.host_link import leave_host
 from kvbm.engines.vllm.identity import EngineIdentity
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import HostShare
-from kvbm.engines.vllm.regions import is_state, served_groups, specs_of, tokens_of
+from kvbm.engines.vllm.regions import has_mixed_layers, is_state, served_groups, specs_of, tokens_of
 from kvbm.engines.vllm.requests import KvGroup
 from kvbm.engines.vllm.resolved import find_resolved
 from kvbm.engines.vllm.roles import EngineRole
@@ -56,8 +56,15 @@ class ServedEngine(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Of pipeline parallelism. Of several, the workers say how their blocks lie."""
+        """Of pipeline parallelism."""
         return int(self.vllm_config.parallel_config.pipeline_parallel_size)
+
+    @property
+    def workers_say(self) -> bool:
+        """Whether the workers have to say how their blocks lie: of several stages, and of layers of several sizes in
+        one KV group, vLLM's scheduler is told of the first alone.
+        """
+        return self.stages > 1 or has_mixed_layers(self.kv_cache_config)
 
 
 def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> ServedEngine | None:
@@ -70,8 +77,9 @@ def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> ServedEng
     if not why:
         blocks = StageBlocks.of(vllm_config, kv_cache_config)
         why = blocks.why
-        if not why or vllm_config.parallel_config.pipeline_parallel_size > 1:  # a stage says itself why it is not
-            return ServedEngine(vllm_config, kv_cache_config, blocks)
+        engine = ServedEngine(vllm_config, kv_cache_config, blocks)
+        if not why or engine.workers_say:  # a stage says itself why it is not
+            return engine
     if is_telling:
         tell_not_serving(why)
     return None
@@ -97,7 +105,7 @@ def open_scheduler(
     kv_cache_config = served.kv_cache_config
     settings = _settings(served, kv_transfer_config)
     ranks = ranks_of(served.vllm_config, kv_cache_config, [one.stage for one in stages])
-    groups = _groups(kv_cache_config, ranks.decode)
+    groups = _groups(kv_cache_config, ranks.decode, _drops_last(served.vllm_config))
     if (left_out := len(kv_cache_config.kv_cache_groups) - len(groups)) > 0:
         log.info(
             "groups.left_out", groups=left_out, notice="they are no part of vLLM's prefix caching; it fills them anew"
@@ -220,13 +228,23 @@ def _reachable(
         return _without_objects(settings), None
 
 
-def _groups(kv_cache_config: Any, decode: int) -> list[KvGroup]:
+def _drops_last(vllm_config: Any) -> bool:
+    """Whether vLLM has a draft model compute the last block of a prefix again."""
+    draft = vllm_config.speculative_config
+    return draft is not None and bool(draft.use_eagle_block_drop())
+
+
+def _groups(kv_cache_config: Any, decode: int, drops_last: bool = False) -> list[KvGroup]:
     """The engine's KV groups, those that need all blocks first.
 
     Args:
         decode: ranks that share a block's tokens.
+        drops_last: vLLM has a draft model. Where it does not say which groups have its layers, as where all layers are
+            of one group, all count as such.
+    Source: vLLM's `KVCacheCoordinator.eagle_group_ids`.
     """
     groups = []
+    is_anywhere = drops_last and not any(group.is_eagle_group for group in kv_cache_config.kv_cache_groups)
     for index in served_groups(kv_cache_config):
         group = kv_cache_config.kv_cache_groups[index]
         spec = group.kv_cache_spec
@@ -237,7 +255,7 @@ def _groups(kv_cache_config: Any, decode: int) -> list[KvGroup]:
         blocks = 1 if has_states else None if window is None else -(-(window - 1) // block_tokens)
         chunks = {_chunk_tokens(one) for one in specs_of(spec)}
         chunk = None if None in chunks else max(tokens for tokens in chunks if tokens is not None)
-        has_draft = group.is_eagle_group and not has_states
+        has_draft = (group.is_eagle_group or is_anywhere) and not has_states
         groups.append(KvGroup(index, block_tokens, hash_tokens, blocks, has_states, chunk, has_draft))
     return sorted(groups, key=lambda group: not group.keeps_all)
 

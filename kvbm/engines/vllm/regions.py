@@ -213,6 +213,22 @@ def served_tensors(config: CacheConfig) -> list[PlacedLayers]:
     return [tensor for tensor in config.kv_cache_tensors if not served.isdisjoint(tensor.layers)]
 
 
+def has_mixed_layers(config: CacheConfig) -> bool:
+    """Whether layers of one group differ: vLLM places those of each kind by themselves. In the scheduler's config such
+    a group has the kind of its first layer alone.
+
+    Source: vLLM's `get_kv_cache_config_from_groups`, `generate_scheduler_kv_cache_config`.
+    """
+    return any(
+        sum(
+            not set(config.kv_cache_groups[index].layer_names).isdisjoint(tensor.layers)
+            for tensor in config.kv_cache_tensors
+        )
+        > 1
+        for index in served_groups(config)
+    )
+
+
 def is_state(spec: Any) -> bool:
     """Whether layers of this kind keep a state at block boundaries, and nothing of single tokens."""
     return type(spec).__name__ in _STATES

@@ -136,15 +136,21 @@ class Scheduler:
             role.handoff,
         )
 
-    def bind(self, pool: Any, block_ids_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
-        """Meet the engine's HBM: its BlockPool, and the block ids of a request by group.
+    def bind(
+        self,
+        pool: Any,
+        block_ids_of: Callable[[str], Sequence[Sequence[int]]],
+        cacheable: Callable[[int, int], int] = lambda tokens, _: tokens,
+    ) -> None:
+        """Meet the engine's HBM: its BlockPool, the block ids of a request by group, and how many of a request's
+        computed tokens it has in its prefix cache by then, by group.
 
         Raises AttributeError as PrefixCacheWatch.
         """
         manager = self.manager
         sink = HbmSink(manager.engine_stored, manager.engine_removed, manager.engine_cleared, self._on_watch_broken)
         self._watch = PrefixCacheWatch(pool, self._groups, self.requests.state_of, self._derive, sink)
-        self.stores.bind(pool, block_ids_of, self._watch)
+        self.stores.bind(pool, block_ids_of, self._watch, cacheable)
 
     def follow_tiers(self, extra_keys: ExtraKeys | None = None) -> None:
         """Have `events` from now on, with these keys of blocks."""

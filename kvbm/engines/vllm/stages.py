@@ -54,8 +54,8 @@ def all_stages(found: Mapping[int, StageBlocks], count: int) -> tuple[list[Stage
     if missing:
         return [], (
             f"pipeline stage {missing[0]} has not said how its blocks lie; vLLM's MultiConnector asks one connector "
-            "alone,"
-            " so with pipeline parallelism kvbm has to be the only connector"
+            "alone, so with pipeline parallelism, or layers of several sizes in one KV group, kvbm has to be the only "
+            "connector"
         )
     stages = [found[index] for index in range(count)]
     for index, stage in enumerate(stages):

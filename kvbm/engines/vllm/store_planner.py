@@ -112,6 +112,7 @@ class StorePlanner:
         self._pool: Any = None
         self._block_ids_of: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
         self._watch: PrefixCacheWatch | None = None
+        self._cacheable: Callable[[int, int], int] = lambda tokens, _: tokens
         self._jobs: list[Job] = []  # of the next plan
         self._ahead = 0  # of them, so many go before others
         self._later: list[Job] = []  # of the plan after it: this step computes their blocks
@@ -122,9 +123,15 @@ class StorePlanner:
         self._step = 0
         self._due: dict[int, list[RequestState]] = {}  # step → requests that may fill a block by then
 
-    def bind(self, pool: Any, block_ids_of: Callable[[str], Sequence[Sequence[int]]], watch: PrefixCacheWatch) -> None:
+    def bind(
+        self,
+        pool: Any,
+        block_ids_of: Callable[[str], Sequence[Sequence[int]]],
+        watch: PrefixCacheWatch,
+        cacheable: Callable[[int, int], int] = lambda tokens, _: tokens,
+    ) -> None:
         """Meet the engine's HBM, as `Scheduler.bind`."""
-        self._pool, self._block_ids_of, self._watch = pool, block_ids_of, watch
+        self._pool, self._block_ids_of, self._watch, self._cacheable = pool, block_ids_of, watch, cacheable
 
     @property
     def storing_blocks(self) -> int:
@@ -372,7 +379,8 @@ class StorePlanner:
             confirmed = request.num_computed_tokens - request.num_in_flight_tokens
         ids, is_short = block_ids, False  # short: HOST has no room for some of them now
         for index, group in enumerate(self._groups):
-            begin, end = state.stored[index], confirmed // group.block_tokens
+            # vLLM hashes the last ones later: what drafts may compute again, and what ends within another group's block
+            begin, end = state.stored[index], self._cacheable(confirmed, group.id) // group.block_tokens
             if group.is_state or end <= begin:
                 continue
             hashes = state.hashes(index, begin, end, self._derive)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,11 @@ def kept_line(engine: Engine) -> dict[str, int]:
     """The numbers of the one line that says what a start has kept."""
     (line,) = [one for one in engine.log.read_text().splitlines() if "pool.kept" in one]
     return {name: int(value) for name, value in re.findall(r"(\w+_blocks)=(\d+)", line)}
+
+
+def found_blocks(engine: Engine) -> int:
+    """How many blocks the scan of the slots has brought back; 0 where there was none."""
+    return sum(int(found) for found in re.findall(r"salvage\.ended.*\bfound_blocks=(\d+)", engine.printed()))
 
 
 @pytest.mark.parametrize("slots", [SLOTS - 1, SLOTS + 50])
@@ -139,7 +145,8 @@ def _flip(path: Path, at: int) -> None:
 
 def _flip_in_journal(folder: Path) -> None:
     for path in (folder / "journal").glob("*.kvbj"):
-        _flip(path, path.stat().st_size // 2)
+        if size := path.stat().st_size:  # an earlier start may have cut away all of it
+            _flip(path, size // 2)
 
 
 def _lose_segments(folder: Path) -> None:
@@ -158,7 +165,7 @@ def _tear_header(folder: Path) -> None:
 @pytest.mark.parametrize("damage", [_flip_in_journal, _lose_segments, _lose_journal, _tear_header])
 def test_damage_to_bookkeeping_costs_no_hits(engines, llama, truth, tmp_path, damage: Callable[[Path], None]):
     asks = truth.prompts("damage", 3, 300)
-    described = with_kvbm(llama, tmp_path / "a", nvme())
+    described = with_kvbm(llama, tmp_path / "a", nvme(), environment=TALKATIVE)
     with engines.running(described) as engine:
         fill(engine, truth, asks)
         engine.kill()
@@ -166,6 +173,8 @@ def test_damage_to_bookkeeping_costs_no_hits(engines, llama, truth, tmp_path, da
     with engines.running(described) as engine:
         salvaged(engine)
         scenarios.ask_after_garbage(engine, truth, asks, reusable(asks))
+    blocks = sum(len(ask.tokens) // BLOCK_TOKENS for ask in asks)
+    assert found_blocks(engine) == (0 if damage is _tear_header else blocks)  # a header has a copy, and needs no scan
 
 
 def test_what_was_reset_stays_away_when_the_journal_is_lost(engines, llama, truth, tmp_path):
@@ -190,3 +199,54 @@ def test_an_engine_whose_pool_is_in_use_starts_without_it(engines, llama, truth,
             scenarios.ask(second, truth, asks, [0] * 2)
             assert "NVME" not in second.in_core("held")
         scenarios.ask_after_garbage(first, truth, asks, reusable(asks))
+
+
+def _in_its_place(folder: Path) -> tuple[Path, Path]:
+    """One folder, whose files are replaced."""
+    return folder / "model", folder / "model"
+
+
+def _of_another_commit(folder: Path) -> tuple[Path, Path]:
+    """Two snapshots of a repository, as the hub's cache has them."""
+    snapshots = folder / "models--org--tiny" / "snapshots"
+    return snapshots / ("a" * 40), snapshots / ("b" * 40)
+
+
+@pytest.mark.parametrize("places", [_in_its_place, pytest.param(_of_another_commit, marks=FULL)])
+@pytest.mark.parametrize("damage", [_lose_journal, _flip_in_journal, pytest.param(_tear_header, marks=FULL)])
+def test_other_weights_get_no_block_of_the_old_ones_whatever_is_lost(engines, truth_of, tmp_path, places, damage):
+    """Weights of the same shape follow each other over one volume, and before each start something is damaged.
+
+    What the slots hold is then all that tells of the blocks, and an engine hits those of its own weights alone.
+    """
+    old, new = truth_of("llama"), truth_of("llama-2")
+    asks = old.prompts("weights", 3, 300)
+    blocks = sum(len(ask.tokens) // BLOCK_TOKENS for ask in asks)
+    of = {"llama": places(tmp_path)[0], "llama-2": places(tmp_path)[1]}
+
+    def started(kind: str) -> AbstractContextManager[Engine]:
+        shutil.rmtree(of[kind], ignore_errors=True)
+        shutil.copytree(engines.model(kind), of[kind])
+        return engines.running(with_kvbm(str(of[kind]), tmp_path / "a", nvme()))
+
+    with started("llama") as engine:
+        fill(engine, old, asks)
+        engine.kill()
+    damage(instance_folder(tmp_path / "a"))
+    with started("llama-2") as engine:
+        salvaged(engine)
+        assert engine.in_core("held")["NVME"] == 0
+        fill(engine, new, asks)
+        engine.kill()
+    damage(instance_folder(tmp_path / "a"))
+    with started("llama-2") as engine:
+        salvaged(engine)
+        assert engine.in_core("held")["NVME"] == blocks
+        scenarios.ask_after_garbage(engine, new, asks, reusable(asks))
+        engine.kill()
+    damage(instance_folder(tmp_path / "a"))
+    with started("llama") as engine:  # its own blocks were set aside, and are read no more
+        salvaged(engine)
+        assert engine.in_core("held")["NVME"] == 0
+        scenarios.ask_after_garbage(engine, old, asks, [0] * 3)
+    assert len(list(instance_folder(tmp_path / "a").glob("nvme.pool.aside-*"))) == 2

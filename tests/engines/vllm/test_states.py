@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.engines.vllm.harness import scenarios
+from tests.engines.vllm.harness import scenarios, state_models
 from tests.engines.vllm.harness.engine import Engine, Engines
-from tests.engines.vllm.harness.models import STATES
+from tests.engines.vllm.harness.models import STATES, VOCABULARY
 from tests.engines.vllm.harness.setups import with_kvbm
-from tests.engines.vllm.harness.truth import Truth, WrongAnswerError
+from tests.engines.vllm.harness.truth import Truth, WrongAnswerError, difference
 from tests.engines.vllm.harness.words import Ask, Group, Setup
 
 FULL = pytest.mark.engines_full
@@ -209,3 +209,30 @@ def test_as_many_tokens_hit_as_in_vllms_own_cache(engines, truth, tmp_path, step
             found.append(row)
     assert found[0] == found[1]
     assert sum(found[0]) > 0
+
+
+def test_blocks_of_384_tokens_hit_as_in_vllms_own_cache_and_once_hbm_is_empty_too(engines, tmp_path):
+    """A model as large as a user's first try, with vLLM's dummy weights: a second prompt of 700 tokens hits one
+    block.
+    """
+    shape = state_models.without_weights(tmp_path / "shape")
+    described: dict[str, Any] = {
+        "hbm_blocks": 32,
+        "options": {"dtype": "bfloat16", "load_format": "dummy", "block_size": None},
+    }
+    chosen = random.Random("shape")
+    ask = Ask(tuple(chosen.randrange(VOCABULARY) for _ in range(700)))
+    with engines.running(Setup(shape, **described)) as engine:
+        (right,) = engine.generate([ask])
+        (again,) = engine.generate([ask])
+        assert (right.cached_tokens, again.cached_tokens) == (0, 384)
+    with engines.running(with_kvbm(shape, tmp_path / "a", {"pools.host.slots": 64}, **described)) as engine:
+        assert [group.block_tokens for group in engine.kv_groups()] == [384] * 4
+        for cached in (0, 384):
+            (answer,) = engine.generate([ask])
+            assert (difference(answer, right), answer.cached_tokens) == ("", cached)
+        engine.forget()
+        (answer,) = engine.generate([ask])
+        assert (difference(answer, right), answer.cached_tokens) == ("", 384)
+        assert engine.in_core("counted")["hits_HOST"] == 4  # attention, and each layer's state
+        assert engine.in_core("refusal") == ""

@@ -31,7 +31,7 @@ def llama(folder: Path, seed: int = 7) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    _save(LlamaForCausalLM(LlamaConfig(**_shared(num_hidden_layers=2))), folder)
+    save(LlamaForCausalLM(LlamaConfig(**shape_of(num_hidden_layers=2))), folder)
 
 
 def gemma(folder: Path) -> None:
@@ -44,13 +44,13 @@ def gemma(folder: Path) -> None:
     torch.manual_seed(11)
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     config = Gemma3TextConfig(
-        **_shared(num_hidden_layers=6),
+        **shape_of(num_hidden_layers=6),
         layer_types=kinds,
         sliding_window=WINDOW_TOKENS,
         query_pre_attn_scalar=32,
         hidden_activation="gelu_pytorch_tanh",
     )
-    _save(Gemma3ForCausalLM(config), folder)
+    save(Gemma3ForCausalLM(config), folder)
 
 
 def qwen_next(folder: Path) -> None:
@@ -62,7 +62,7 @@ def qwen_next(folder: Path) -> None:
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     torch.manual_seed(13)
-    shared = _shared(
+    shared = shape_of(
         num_hidden_layers=4, num_key_value_heads=4, head_dim=128
     )  # 64 tokens of it are as large as a state
     config = Qwen3NextConfig(
@@ -85,7 +85,7 @@ def qwen_next(folder: Path) -> None:
         with torch.no_grad():  # forget so slowly that a state remembers hundreds of tokens
             layer.linear_attn.A_log.fill_(math.log(0.002))
             layer.linear_attn.dt_bias.fill_(1.0)
-    _save(model, folder)
+    save(model, folder)
 
 
 def llama_of_words(folder: Path) -> None:
@@ -101,8 +101,8 @@ def llama_of_depth(folder: Path) -> None:
 
     torch.manual_seed(17)
     shape = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
-    config = LlamaConfig(**_shared(num_hidden_layers=8) | shape | {"initializer_range": 0.1})
-    _save(LlamaForCausalLM(config), folder)
+    config = LlamaConfig(**shape_of(num_hidden_layers=8) | shape | {"initializer_range": 0.1})
+    save(LlamaForCausalLM(config), folder)
     _save_words(folder)
 
 
@@ -162,7 +162,7 @@ def make(kind: str, folder: str) -> str:
     return str(made)
 
 
-def _shared(**more: Any) -> dict[str, Any]:
+def shape_of(**more: Any) -> dict[str, Any]:
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": 64,
@@ -180,7 +180,7 @@ def _shared(**more: Any) -> dict[str, Any]:
     }
 
 
-def _save(model: Any, folder: Path) -> None:
+def save(model: Any, folder: Path) -> None:
     import torch
 
     model.to(torch.float32).save_pretrained(folder)
