@@ -45,7 +45,7 @@ vllm.config.lora
 vllm.config.model
     ModelConfig: model revision seed dtype quantization quantization_config hf_config hf_overrides
     ModelConfig: model_class_overrides model_impl model_weights disable_sliding_window code_revision runner_type
-    ModelConfig: convert_type max_model_len multimodal_config
+    ModelConfig: convert_type max_model_len multimodal_config attn_type is_prefix_caching_supported
 vllm.config.multimodal
     MultiModalConfig: limit_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
     MultiModalConfig: mm_encoder_tp_mode skip_mm_profiling mm_tensor_ipc mm_ipc_gpu_memory_gb

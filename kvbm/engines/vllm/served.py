@@ -16,8 +16,16 @@ def why_not_served(vllm_config: Any, kv_cache_config: Any) -> str:
         vllm_config: vLLM's VllmConfig.
         kv_cache_config: vLLM's KVCacheConfig.
     """
-    parallel = vllm_config.parallel_config
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     for reason, holds in (
+        (
+            "vLLM caches no prefixes of this pooling model",
+            model.runner_type == "pooling" and not model.is_prefix_caching_supported,
+        ),
+        (
+            "vLLM caches no prefixes of an encoder with a decoder",
+            model.attn_type == "encoder_decoder",
+        ),
         (
             "prefix caching is off; start vLLM with --enable-prefix-caching",
             not vllm_config.cache_config.enable_prefix_caching,

@@ -11,7 +11,7 @@ import pytest
 import torch
 import vllm
 from transformers import LlamaConfig
-from vllm.config import LoRAConfig, ParallelConfig, SpeculativeConfig, VllmConfig, set_current_vllm_config
+from vllm.config import LoRAConfig, ParallelConfig, PoolerConfig, SpeculativeConfig, VllmConfig, set_current_vllm_config
 from vllm.config.cache import PrefixCachingHashAlgo
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.engine.arg_utils import EngineArgs
@@ -190,6 +190,11 @@ def test_hashes_last_where_vllm_comes_to_the_same_seed_again(
 
 def test_engines_that_are_not_served_are_told_why(model: Path) -> None:
     assert "--enable-prefix-caching" in why_not_served(engine(model, enable_prefix_caching=False), cache())
+    pooler = PoolerConfig(seq_pooling_type="MEAN")
+    pooling = engine(model, runner="pooling", convert="embed", pooler_config=pooler, enable_prefix_caching=True)
+    assert "of this pooling model" in why_not_served(pooling, cache())  # vLLM obeys, with a warning of wrong outputs
+    last = engine(model, runner="pooling", convert="embed", pooler_config=PoolerConfig(seq_pooling_type="LAST"))
+    assert not why_not_served(last, cache())
     mamba = MambaSpec(block_size=32, shapes=((4, 4),), dtypes=(torch.float32,))
     assert "keeps its states in mode 'none'" in why_not_served(engine(model), cache(mamba))
     assert not why_not_served(engine(model), cache(replace(mamba, mamba_cache_mode="align")))
