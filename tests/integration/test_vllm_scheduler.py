@@ -846,6 +846,61 @@ def test_a_state_is_kept_when_it_is_offered_and_copied_once_it_is_computed(recur
     assert engine.scheduler.loads.parts_at(parting.request_id) == 12
 
 
+@pytest.mark.parametrize(("has_draft", "tokens"), [(False, 16), (True, 12)])
+def test_the_state_at_a_prompts_end_is_kept_where_vllm_leaves_it(tmp_path: Path, has_draft: bool, tokens: int) -> None:
+    groups = [STATES[0]._replace(has_draft=has_draft), STATES[1]]  # with drafts a prefix ends a block earlier
+    manager, namespaces = opened(tmp_path, groups, 64, 0)
+    with manager:
+        engine = Engine(manager, groups, namespaces)
+        request, last = begun(engine, list(range(19)))
+        blocks = request.blocks[1]
+        offers = [last._replace(tokens=at, block_id=blocks[at // BLOCK_TOKENS - 1].block_id) for at in (4, 8, 12, 16)]
+        engine.work(plan_with(engine, *offers))
+        kept = {(at + 1) * BLOCK_TOKENS for _, at in engine.scheduler.requests.states[request.request_id].states}
+        assert kept == ({12, 16} if has_draft else {16})
+        assert tokens in kept
+        engine.compute(request)
+        engine.step(request)
+        engine.end(request)
+        assert engine.run(list(range(19))) == tokens
+
+
+def test_a_parked_window_has_what_the_next_turn_reads_where_a_draft_ends_its_prefix_earlier(tmp_path: Path) -> None:
+    groups = [HYBRID[0]._replace(has_draft=True), HYBRID[1]._replace(has_draft=True)]
+    manager, namespaces = opened(tmp_path, groups, 64, 0)
+    with manager:
+        engine = Engine(manager, groups, namespaces)
+        engine.run(list(range(33)))
+        request = Request(list(range(33)))
+        assert engine.ask(request) == 28  # of 8 blocks, the last is computed again
+        state = engine.scheduler.requests.states[request.request_id]
+        engine.admit(request, 0, 28)
+        engine.compute(request)
+        engine.step(request)
+        engine.step(request)
+        assert state.stored == [8, 8]
+        assert engine.scheduler.stores._needed(state) == [(0, 0, 8), (1, 5, 8)]  # what was just loaded, and the end
+
+
+def test_blocks_that_vllm_hashes_later_are_looked_for_now_and_then_and_not_lost(engine: Engine) -> None:
+    hashed = [8]
+    engine.scheduler.bind(
+        engine.pool, lambda name: engine.ids(engine.requests[name]), lambda tokens, _: min(tokens, hashed[0])
+    )
+    request = Request(list(range(33)))
+    engine.ask(request)
+    engine.admit(request)
+    engine.compute(request)
+    engine.scheduler.plan({request.request_id: 32}, 32, ())
+    state = engine.scheduler.requests.states[request.request_id]
+    assert state.stored == [2]
+    assert state.due_step - engine.scheduler.stores._step == 4  # not with each step
+    hashed[0] = 32
+    for _ in range(4):
+        engine.step(request)
+    assert state.stored == [8]
+
+
 @pytest.mark.parametrize("kv_role", ["kv_producer", "kv_consumer"])
 def test_states_follow_the_role_too(tmp_path: Path, kv_role: str) -> None:
     manager, namespaces = opened(tmp_path, STATES, 64, 0)

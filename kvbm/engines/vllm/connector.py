@@ -124,7 +124,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._answers = Answers()
         self._plan = StepPlan()
         self._kinds = kinds_of(kv_cache_config) if served is not None else ()
-        self._unopened: ServedEngine | None = None  # until all pipeline stages have said how their blocks lie
+        self._unopened: ServedEngine | None = None  # until the workers have said how their blocks lie
         self._handshake: KvbmHandshake | None = None
         self._bound: Any = None
         self._has_begun = False
@@ -220,9 +220,9 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         scheduler.bind(bound.block_pool, bound.get_block_ids, bound.coordinator.get_num_cacheable_tokens)
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        """What workers say of their stages, once, before the first request.
+        """What workers say of their blocks, once, before the first request.
 
-        Where there is one stage, it is others' and of no concern.
+        Where they were not asked, it is others' and of no concern.
 
         Raises: as at its making.
         """
@@ -392,8 +392,8 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         Nothing inside another connector, which would hand it on in the place of others'.
 
-        vLLM asks at the end of its start. With one stage HOST is there by then, and what is left of mapping and
-        registering it is waited for; with several the scheduler waits for this word.
+        vLLM asks at the end of its start. Where the scheduler waits for no word HOST is there by then, and what is left
+        of mapping and registering it is waited for.
         """
         if self._handshake is None and self._worker is not None:
             self._worker.settle_host()

@@ -22,6 +22,7 @@ from kvbm.engines.vllm.host_link import leave_host
 from kvbm.engines.vllm.identity import EngineIdentity
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import HostShare
+from kvbm.engines.vllm.ranks import Stage
 from kvbm.engines.vllm.regions import has_mixed_layers, is_state, served_groups, specs_of, tokens_of
 from kvbm.engines.vllm.requests import KvGroup
 from kvbm.engines.vllm.resolved import find_resolved
@@ -61,7 +62,7 @@ class ServedEngine(NamedTuple):
 
     @property
     def workers_say(self) -> bool:
-        """Whether the workers have to say how their blocks lie: of several stages, and of layers of several sizes in
+        """Whether the workers have to say how their blocks lie: of several stages, and of layers of several kinds in
         one KV group, vLLM's scheduler is told of the first alone.
         """
         return self.stages > 1 or has_mixed_layers(self.kv_cache_config)
@@ -74,14 +75,13 @@ def serve(vllm_config: Any, kv_cache_config: Any, is_telling: bool) -> ServedEng
         is_telling: whether to warn then; one of the engine's processes does.
     """
     why = why_not_served(vllm_config, kv_cache_config)
-    if not why:
-        blocks = StageBlocks.of(vllm_config, kv_cache_config)
-        why = blocks.why
-        engine = ServedEngine(vllm_config, kv_cache_config, blocks)
-        if not why or engine.workers_say:  # a stage says itself why it is not
-            return engine
+    blocks = StageBlocks(Stage(0), why=why) if why else StageBlocks.of(vllm_config, kv_cache_config)
+    engine = ServedEngine(vllm_config, kv_cache_config, blocks)
+    is_heard = engine.workers_say and not (is_telling and why)  # the workers say themselves why they are not
+    if not blocks.why or is_heard:
+        return engine
     if is_telling:
-        tell_not_serving(why)
+        tell_not_serving(blocks.why)
     return None
 
 

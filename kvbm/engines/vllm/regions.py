@@ -214,8 +214,8 @@ def served_tensors(config: CacheConfig) -> list[PlacedLayers]:
 
 
 def has_mixed_layers(config: CacheConfig) -> bool:
-    """Whether layers of one group differ: vLLM places those of each kind by themselves. In the scheduler's config such
-    a group has the kind of its first layer alone.
+    """Whether layers of one group differ in kind or size: vLLM places those of each by themselves. In the scheduler's
+    config such a group has the kind of its first layer alone.
 
     Source: vLLM's `get_kv_cache_config_from_groups`, `generate_scheduler_kv_cache_config`.
     """

@@ -59,6 +59,11 @@ class _Counters(NamedTuple):
     peer_blocks: int
 
 
+def _all_tokens(tokens: int, _: int) -> int:
+    """What an engine has in its prefix cache that hashes each block as soon as it is computed."""
+    return tokens
+
+
 class Scheduler:
     """See the module.
 
@@ -140,7 +145,7 @@ class Scheduler:
         self,
         pool: Any,
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
-        cacheable: Callable[[int, int], int] = lambda tokens, _: tokens,
+        cacheable: Callable[[int, int], int] = _all_tokens,
     ) -> None:
         """Meet the engine's HBM: its BlockPool, the block ids of a request by group, and how many of a request's
         computed tokens it has in its prefix cache by then, by group.

@@ -3,7 +3,8 @@
 The scheduler has vLLM's KVCacheConfig of the first stage alone, and the others have other layers.
 
 vLLM asks every worker once, after its tensors are there and before the first request, and gives the scheduler's half
-all answers (its handshake). With one stage nothing is asked: its configuration says it.
+all answers (its handshake). With one stage, and layers of one kind in each KV group, nothing is asked: its
+configuration says it.
 """
 
 from __future__ import annotations
@@ -52,15 +53,15 @@ def all_stages(found: Mapping[int, StageBlocks], count: int) -> tuple[list[Stage
     """What all stages say, from the first on, and why they cannot be served together, "" when they can."""
     missing = [index for index in range(count) if index not in found]
     if missing:
+        what = f"pipeline stage {missing[0]}" if count > 1 else "a worker"
         return [], (
-            f"pipeline stage {missing[0]} has not said how its blocks lie; vLLM's MultiConnector asks one connector "
-            "alone, so with pipeline parallelism, or layers of several sizes in one KV group, kvbm has to be the only "
-            "connector"
+            f"{what} has not said how its blocks lie; vLLM's MultiConnector asks one connector alone, so with pipeline "
+            "parallelism, or layers of several kinds in one KV group, kvbm has to be the only connector"
         )
     stages = [found[index] for index in range(count)]
     for index, stage in enumerate(stages):
         if stage.why:
-            return [], f"pipeline stage {index}: {stage.why}"
+            return [], f"pipeline stage {index}: {stage.why}" if count > 1 else stage.why
         if stage.groups != stages[0].groups:
             return [], f"pipeline stage {index} shares the KV groups {stage.groups}, stage 0 shares {stages[0].groups}"
     return stages, ""

@@ -7,6 +7,7 @@ where vLLM offers them: nothing in a request's block table says which block hold
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ log = SafeLog()
 _IN_HOST = bytes([Tier.HOST])
 _PARKED_PRIORITY = 90  # of blocks that are kept for who needs them next; 100 would never be given up
 _TURN_PRIORITY = 80  # … for a next turn, which may not come
-_SHORT_STEPS = 4  # until another look at a request whose blocks found no room in HOST
+_SHORT_STEPS = 4  # until another look at a request whose blocks found no room in HOST, or are not hashed yet
 _UNANSWERED_S = 30.0  # a store that no worker has answered for so long does not keep an idle engine stepping
 
 
@@ -112,12 +113,14 @@ class StorePlanner:
         self._pool: Any = None
         self._block_ids_of: Callable[[str], Sequence[Sequence[int]]] = lambda _: ()
         self._watch: PrefixCacheWatch | None = None
-        self._cacheable: Callable[[int, int], int] = lambda tokens, _: tokens
+        self._cacheable: Callable[[int, int], int]
         self._jobs: list[Job] = []  # of the next plan
         self._ahead = 0  # of them, so many go before others
         self._later: list[Job] = []  # of the plan after it: this step computes their blocks
         self._admission = StateAdmission(rules.states)
         self._states = {group.id: index for index, group in enumerate(groups) if group.is_state}
+        self._has_draft = any(group.has_draft for group in groups)
+        self._align_tokens = math.lcm(*(group.block_tokens for group in groups))
         self._stores: dict[int, _StoreJob] = {}
         self._answers: dict[int, dict[int, StoredPart]] = {}  # job → rank's part → how it ended
         self._step = 0
@@ -128,7 +131,7 @@ class StorePlanner:
         pool: Any,
         block_ids_of: Callable[[str], Sequence[Sequence[int]]],
         watch: PrefixCacheWatch,
-        cacheable: Callable[[int, int], int] = lambda tokens, _: tokens,
+        cacheable: Callable[[int, int], int],
     ) -> None:
         """Meet the engine's HBM, as `Scheduler.bind`."""
         self._pool, self._block_ids_of, self._watch, self._cacheable = pool, block_ids_of, watch, cacheable
@@ -205,7 +208,9 @@ class StorePlanner:
         """How often states behind so many tokens of a request were used, 0 where they are not worth their slots."""
         request, block_tokens = state.request, self._groups[index].block_tokens
         at = tokens // block_tokens - 1
-        is_end = tokens + block_tokens >= request.num_prompt_tokens
+        # with drafts vLLM leaves it a block earlier, for a prefix ends a block before what is held
+        blocks, rest = (2, 0) if self._has_draft else (1, 1)
+        is_end = tokens + blocks * block_tokens > request.num_prompt_tokens - rest
         is_parting = tokens in (state.parts_at, request.shared_prefix_boundary)
         block = SequenceHash(state.hashes(index, at, at + 1, self._derive))
         uses = self._admission.uses(block, is_end, is_parting)
@@ -306,13 +311,22 @@ class StorePlanner:
         """Group, first block and end of what the next turn of a request reads, as far as it was looked at for a
         store.
         """
+        ends = [max(both) for both in zip(state.stored, state.was_stored, strict=True)]
+        prefix = min(  # of tokens, as far as a load may reach
+            (
+                (end - one.has_draft) * one.block_tokens
+                for end, one in zip(ends, self._groups, strict=True)
+                if not one.is_state
+            ),
+            default=0,
+        )
+        prefix = max(0, prefix // self._align_tokens * self._align_tokens)
         found: list[tuple[int, int, int]] = []
         for index, group in enumerate(self._groups):
-            end = max(state.stored[index], state.was_stored[index])
             if group.is_state:
                 found += [(index, at, at + 1) for one, at in sorted(state.states) if one == index]
-            elif end:
-                found.append((index, group.first_needed(end), end))
+            elif ends[index]:
+                found.append((index, group.first_needed(prefix // group.block_tokens), ends[index]))
         return found
 
     def _readable(self, chain: bytes, namespace: NamespaceId) -> int:
@@ -406,8 +420,9 @@ class StorePlanner:
             return
         pairs = zip(self._groups, state.stored, strict=True)
         due_tokens = [(done + 1) * group.block_tokens for group, done in pairs if not group.is_state]
-        if due_tokens:
-            self.look_in(state, max(1, min(due_tokens) - confirmed))
+        if due_tokens:  # those that are computed and not hashed yet are not waited for step by step
+            steps = min(due_tokens) - confirmed
+            self.look_in(state, steps if steps > 0 else _SHORT_STEPS)
 
     def _begin_stores(
         self, state: RequestState, index: int, begin: int, ids: Sequence[int], uses: int, runs: list[_StoreRun]
