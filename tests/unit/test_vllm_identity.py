@@ -66,6 +66,9 @@ class Engine:
                 revision="0" * 40,
                 seed=0,
                 max_model_len=4096,
+                runner_type="generate",
+                attn_type="decoder",
+                is_prefix_caching_supported=True,
                 multimodal_config=MultiModalConfig(),
                 hf_config=SimpleNamespace(to_dict=lambda: self.hf),
                 dtype="torch.bfloat16",
@@ -428,6 +431,13 @@ def test_an_engine_is_not_served_whose_ranks_may_be_on_several(executor: str | t
     [
         (lambda engine: engine.set("cache_config.enable_prefix_caching", False), "--enable-prefix-caching"),
         (lambda engine: engine.set("weight_transfer_config", object()), "--weight-transfer-config"),
+        (lambda engine: engine.set("model_config.attn_type", "encoder_decoder"), "an encoder with a decoder"),
+        (
+            lambda engine: engine.set("model_config.runner_type", "pooling").set(
+                "model_config.is_prefix_caching_supported", False
+            ),
+            "this pooling model",
+        ),
         (lambda engine: setattr(engine.kv_cache_config, "kv_cache_groups", []), "no KV cache"),
         (lambda engine: setattr(engine.kv_cache_config.kv_cache_groups[0], "host_resident", True), "KV group 0"),
     ],
