@@ -11,6 +11,7 @@ import argparse
 import json
 import struct
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ from tests.coded_blocks import golden_cases
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
-VECTORS = "../../kvbm/hash_vectors.json"
+VECTORS = Path(str(files("kvbm").joinpath("hash_vectors.json")))
 
 
 def namespace(tenant: str = "") -> Namespace:
@@ -299,8 +300,8 @@ def plain(value: object) -> object:
     return getattr(value, "name", value)
 
 
-def golden_files() -> dict[str, bytes]:
-    """Every golden file's contents, by where it lies seen from GOLDEN."""
+def golden_files() -> dict[str | Path, bytes]:
+    """Every golden file's contents, by its name in GOLDEN; by its path where it lies elsewhere."""
 
     def text(value: object) -> bytes:
         return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
@@ -323,16 +324,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rewrite", action="store_true", help="also rewrite files that differ: a break of the format")
     rewrite = parser.parse_args().rewrite
-    refused = []
+    refused: list[str] = []
     for name, contents in golden_files().items():
         path = GOLDEN / name
         if path.exists() and path.read_bytes() == contents:
             continue
         if path.exists() and not rewrite:
-            refused.append(name)
+            refused.append(path.name)
             continue
         path.write_bytes(contents)
-        print(f"wrote {path.resolve().relative_to(ROOT)}, {len(contents)} bytes")
+        print(f"wrote {path}, {len(contents)} bytes")
     if refused:
         sys.exit(
             f"{', '.join(refused)} would change; a format that changes needs a new version, or --rewrite before release"
