@@ -34,6 +34,7 @@ from kvbm.core.columns import FrameColumns
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import InstanceId
 from kvbm.core.policy import Share
+from kvbm.core.stays import StayFold
 from kvbm.engines.vllm.forwards import Touches
 from kvbm.pools.hbm import copy_queue
 from kvbm.pools.hbm.paged import SegmentCopies
@@ -105,6 +106,7 @@ class _Residencies(Fold, metaclass=ABCMeta):
     def memory_bytes(self) -> int: ...
 
 def Residencies(strict: bool = True) -> _Residencies: ...
+def StayHistory() -> StayFold: ...
 
 class _ClusterIndex(cluster_index.ClusterIndex, plain_frames.Threaded, Checkpointing, metaclass=ABCMeta):
     def needs_sweep(self) -> bool: ...

@@ -15,6 +15,7 @@ from kvbm.assembly import (
     NATIVE_AGES,
     NATIVE_FOLD,
     NATIVE_INDEX,
+    NATIVE_STAYS,
     catalog_client,
     catalog_clients,
     catalog_credentials,
@@ -103,6 +104,7 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
         decode_columns,
         NATIVE_INDEX,
         NATIVE_AGES,
+        NATIVE_STAYS,
         _replay_catalog,
         read_trace,
         _replay_credentials,
@@ -263,6 +265,7 @@ def _add_bench(commands: Commands) -> None:
             "events",
             "index",
             "replay",
+            "history",
             "ingest",
             "sql",
             "stream",
@@ -280,7 +283,8 @@ def _add_bench(commands: Commands) -> None:
         type=_live_count,
         action="append",
         metavar="N",
-        help="residencies the index holds, or claims SQL takes; may be given several times (default 1000000)",
+        help="residencies the index or a history holds, or claims SQL takes; may be given several times "
+        "(default 1000000)",
     )
     bench.add_argument(
         "--replacements",

@@ -12,6 +12,7 @@ from kvbm.catalog.index.cluster_index import NewIndex
 from kvbm.core.ages import FOLLOWED, BlockAges, NewAges
 from kvbm.core.backend import Backend, LockProtocol, NewFold, NewLedger
 from kvbm.core.ids import Tier
+from kvbm.core.stays import NewStayFold
 from kvbm.pools.base import SlotPool
 from kvbm.pools.hbm.copy_queue import CopyQueue
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout
@@ -43,6 +44,7 @@ NEW_LEDGER_LOCK: Callable[[], LockProtocol] = _native.LedgerLock
 NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_MESSAGES: NewMessages = _native.NatsMessages
 NATIVE_AGES: NewAges = _native.BlockAges
+NATIVE_STAYS: NewStayFold = _native.StayHistory
 
 
 class Core(NamedTuple):

@@ -9,9 +9,10 @@ from kvbm.core.backend import REFERENCE
 from kvbm.core.columns import decode_columns
 from kvbm.core.fold import Residencies
 from kvbm.reference.cluster_index import ReferenceIndex
+from kvbm.reference.history import StayHistory
 from kvbm.replay.cli import Parts
 
 
 def readable_parts() -> Parts:
     """What `kvbm-replay` runs on with --reference."""
-    return Parts(REFERENCE, Residencies, decode_columns, ReferenceIndex, ReadableAges)
+    return Parts(REFERENCE, Residencies, decode_columns, ReferenceIndex, ReadableAges, StayHistory)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ from kvbm.streams.server import shared_server
 
 _INSTANCES = 4
 _SLOTS = 65_536
-_RUN_BLOCKS = 16
+RUN_BLOCKS = 16
 _RUNS = 40_000  # of each instance
 _CLUSTER = "bench"
 _NAMESPACE = Namespace(model="bench", block_tokens=16)
@@ -52,24 +53,24 @@ def bench_ingest(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
 class Churn:
     """One instance whose pool is filled and then replaced again and again."""
 
-    def __init__(self, name: str, seed: int) -> None:
+    def __init__(self, name: str, seed: int, slots: int = _SLOTS, clock: Callable[[], int] = time.time_ns) -> None:
         self.name = InstanceId(name)
-        self._rng = np.random.default_rng(seed)
-        self._ledger = NATIVE_LEDGER([PoolStated(Tier.HBM, _SLOTS, 1 << 20)], "lru", 64 << 20, ())
+        self._rng, self._clock = np.random.default_rng(seed), clock
+        self._ledger = NATIVE_LEDGER([PoolStated(Tier.HBM, slots, 1 << 20)], "lru", 64 << 20, ())
         self._ledger.start(Epoch(1), [_NAMESPACE])
 
     def frames(self, runs: int) -> list[FrameBytes]:
         """What its ledger writes of so many runs of 16 blocks: frames of 256 block events, once the pool is full."""
         frames: list[FrameBytes] = []
         for number in range(runs):
-            allocation = self._ledger.allocate(Tier.HBM, _RUN_BLOCKS)
+            allocation = self._ledger.allocate(Tier.HBM, RUN_BLOCKS)
             assert allocation is not None
-            hashes = self._rng.bytes(_RUN_BLOCKS * HASH_BYTES)
+            hashes = self._rng.bytes(RUN_BLOCKS * HASH_BYTES)
             self._ledger.unpin(
                 Tier.HBM, self._ledger.create(_NAMESPACE.id, Tier.HBM, NO_PARENT, 0, hashes, allocation.slots)
             )
             if number % 8 == 7:  # 128 blocks created, as many evicted
-                frames += self._ledger.take_frames(self.name, time.time_ns())
+                frames += self._ledger.take_frames(self.name, self._clock())
         return frames
 
 

@@ -17,6 +17,7 @@ from kvbm.bench.connector import bench_connector
 from kvbm.bench.events import bench_events
 from kvbm.bench.fetch import FetchOptions, bench_fetch
 from kvbm.bench.hashing import bench_hash
+from kvbm.bench.history import bench_history
 from kvbm.bench.index import bench_index
 from kvbm.bench.ledger import bench_ledger
 from kvbm.bench.measure import Found, Row
@@ -90,6 +91,11 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     event_ns_per_block_run1: float | None = None
     verify_native_events_per_s: float | None = None
     verify_reference_events_per_s: float | None = None
+    history_build_s: float | None = None
+    history_bytes_per_stay: float | None = None
+    asof_10m_s: float | None = None
+    block_life_s: float | None = None
+    changes_5min_s: float | None = None
     ingest_events_per_s: float | None = None
     http_lookups_per_s: float | None = None
     http_lookup_us_p50: float | None = None
@@ -205,6 +211,7 @@ BENCHES: dict[str, Bench] = {
     "index": lambda options: _found(bench_index(options.live, options.replacements, options.samples, options.seed)),
     "events": lambda options: bench_events(options.samples, options.seed),
     "replay": lambda options: _found(bench_replay(options.samples, options.seed)),
+    "history": lambda options: _found(bench_history(max(options.live), options.samples, options.seed)),
     "ingest": _ingest,
     "catalog": _catalog,
     "sql": _sql,

@@ -17,6 +17,7 @@ from kvbm.core.ages import NewAges
 from kvbm.core.backend import Backend, NewFold
 from kvbm.core.errors import KvbmError
 from kvbm.core.state_admission import STATE_POLICIES
+from kvbm.core.stays import NewStayFold
 from kvbm.files import FILE_MODE
 from kvbm.replay.cat import cat
 from kvbm.replay.compare_catalog import AskCatalog, CatalogComparison
@@ -24,6 +25,16 @@ from kvbm.replay.diff import diff
 from kvbm.replay.export import DecodeColumns, export
 from kvbm.replay.findings import ReplayFinding, exit_code
 from kvbm.replay.format import END, parse_at
+from kvbm.replay.history import HistoryManifest
+from kvbm.replay.history_cli import (
+    HistoryParts,
+    add_arguments,
+    run_changes,
+    run_history,
+    run_sql,
+    run_tenants,
+    run_why,
+)
 from kvbm.replay.opening import OPEN, open_source
 from kvbm.replay.progress import watched
 from kvbm.replay.serve import MAX_SPEED, OpenStream, serve
@@ -48,6 +59,7 @@ SOURCE is one of
   a capture file          whole frames one after another, of any instances
   the live stream         nats://127.0.0.1:4222   (read up to where it ends now)
 """
+_QUESTIONS = {"why": run_why, "changes": run_changes, "tenants": run_tenants, "sql": run_sql}
 _BEGINNINGS = (b'{\n  "source": ', b'{\n  "a": ', b'{"instance":')  # of what --json writes
 _ENDS = "\nIt returns 0 when all is well, 1 with findings, 2 when the input cannot be used.\n"
 
@@ -102,6 +114,30 @@ _COMMANDS = {
         "  kvbm-replay whatif /archive --capacity 10000 --tiers 4,16\n"
         "  kvbm-replay whatif conversation_trace.jsonl --capacity 20000 --states ends,second_use --state-slots 3",
     ),
+    "history": _Command(
+        "make Parquet of since when and until when each block was held, for the next four",
+        "kvbm-replay history /archive today\n  kvbm-replay history nats://127.0.0.1:4222 today",
+    ),
+    "why": _Command(
+        "what happened to a block, event by event with cause: why it came, moved and left, and where it is",
+        "kvbm-replay why 5cf0eca7 /archive\n  kvbm-replay why 5cf0eca756058bcb2be9b8aeb52c1cf5 today --json",
+    ),
+    "changes": _Command(
+        "what began and ended in a stretch of time, by instance, tier and cause",
+        "kvbm-replay changes /archive --from 12:00 --to 12:05\n  kvbm-replay changes today --from 12:00 --instance "
+        "engine-1 --json",
+    ),
+    "tenants": _Command(
+        "whose blocks fill which tier, at the end or at a time",
+        "kvbm-replay tenants /archive --at 12:00\n  kvbm-replay tenants today --json",
+    ),
+    "sql": _Command(
+        "ask in SQL (DuckDB): history, residencies, events, instances, namespaces, tenants, pools, holes, "
+        "claimed_objects; residencies_at(TIMESTAMP '…'), tenants_at, claimed_objects_at; block_life('5cf0eca7'), "
+        "changes(TIMESTAMP '…', TIMESTAMP '…')",
+        'kvbm-replay sql today "SELECT tier, count(*) FROM residencies GROUP BY tier"\n  kvbm-replay sql /archive '
+        "\"FROM residencies_at(TIMESTAMP '2026-01-31 12:00') LIMIT 10\" --csv",
+    ),
     "serve": _Command(
         "feed a captured log into the stream of a test cluster, at the speed it was recorded with or another",
         "kvbm-replay serve incident.kvbm --to nats://127.0.0.1:4222 --speed 1.0\n  kvbm-replay serve /archive --to "
@@ -115,6 +151,7 @@ class Parts(NamedTuple):
 
     Attributes:
         backend, fold, decode_columns, new_ages: native, or the readable specification of the same.
+        new_stays: of `history` and what asks it.
         new_index: of `rebuild`; one that writes checkpoints.
         ask: gives who answers for a catalog at a URL.
         read_trace: reads a trace in Mooncake's format.
@@ -128,6 +165,7 @@ class Parts(NamedTuple):
     decode_columns: DecodeColumns
     new_index: NewIndex
     new_ages: NewAges
+    new_stays: NewStayFold
     ask: AskCatalog | None = None
     read_trace: ReadTrace | None = None
     credentials: Callable[[Path | None, Sequence[str]], Credentials] | None = None
@@ -200,6 +238,7 @@ def _parser(parts: Parts) -> argparse.ArgumentParser:
     made["export"].add_argument("target", type=Path, metavar="DIR|FILE.parquet", help="a new file or folder")
     made["export"].add_argument("--blocks", action="store_true", help="one row a block instead of one row an event")
     _add_whatif(made["whatif"])
+    add_arguments(made)
     _add_serve(made["serve"])
     return parser
 
@@ -215,7 +254,10 @@ def _add_common(command: argparse.ArgumentParser, name: str) -> None:
             help="an archive folder with samples, a folder or file of them, or a trace in Mooncake's format as *.jsonl",
         )
     else:
-        command.add_argument("source", metavar="SOURCE", help="a path or a nats:// URL; see below")
+        if name == "why":
+            command.add_argument("hash", metavar="HASH", help="of a block, in hexadecimal: its first 8 digits or more")
+        made = ", or a folder that `kvbm-replay history` made" if name in _QUESTIONS else ""
+        command.add_argument("source", metavar="SOURCE", help=f"a path or a nats:// URL; see below{made}")
     command.add_argument(
         "--json",
         nargs="?",
@@ -518,8 +560,21 @@ def _serve(arguments: argparse.Namespace, parts: Parts) -> int:
     return _end(report.findings, report.notes)
 
 
+def _history_command(
+    run: Callable[[argparse.Namespace, HistoryParts], HistoryManifest],
+) -> Callable[[argparse.Namespace, Parts], int]:
+    def command(arguments: argparse.Namespace, parts: Parts) -> int:
+        taken = HistoryParts(parts.backend, parts.new_stays, lambda: _source(arguments, parts), _write)
+        history = run(arguments, taken)
+        return _end(history.findings, history.notes)
+
+    return command
+
+
 _RUN: dict[str, Callable[[argparse.Namespace, Parts], int]] = {
     "cat": _cat,
+    "history": _history_command(run_history),
+    **{name: _history_command(run) for name, run in _QUESTIONS.items()},
     "stat": _stat,
     "state": _state,
     "verify": _verify,

@@ -58,7 +58,7 @@ class At(NamedTuple):
 END = At()
 
 
-def parse_at(text: str) -> At:
+def parse_at(text: str, option: str = "--at") -> At:
     """eEPOCH+OFFSET, OFFSET, a clock time, ISO 8601 or Unix seconds. Raises ConfigError: it is none of them."""
     if place := _PLACE.fullmatch(text):
         return At(epoch=Epoch(int(place[1])), offset=Offset(int(place[2])))
@@ -67,17 +67,17 @@ def parse_at(text: str) -> At:
             return At(offset=Offset(int(text)))
         return At(time_us=int(Decimal(text) * 1_000_000))
     if re.match(r"[0-9]+:", text):
-        return At(clock_us=_clock_us(text))
+        return At(clock_us=_clock_us(text, option))
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:
-        raise ConfigError(f"--at {text!r} is neither a time nor an offset; {_HOW}") from None
+        raise ConfigError(f"{option} {text!r} is neither a time nor an offset; {_HOW}") from None
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     return At(time_us=(moment - _UNIX_BEGIN) // timedelta(microseconds=1))
 
 
-def _clock_us(text: str) -> int:
+def _clock_us(text: str, option: str) -> int:
     """A time of day after midnight UTC. Raises ConfigError: no clock shows it."""
     found = _CLOCK.fullmatch(text)
     try:
@@ -87,7 +87,7 @@ def _clock_us(text: str) -> int:
     except ValueError:
         epoch, _, offset = text.partition(":")
         meant = f"; for offset {offset} of epoch {epoch} write e{epoch}+{offset}" if offset.isdecimal() else ""
-        raise ConfigError(f"--at {text!r} is no time of day{meant}; else {_HOW}") from None
+        raise ConfigError(f"{option} {text!r} is no time of day{meant}; else {_HOW}") from None
     since = datetime.combine(_UNIX_BEGIN, moment, moment.tzinfo or UTC) - _UNIX_BEGIN
     return since // timedelta(microseconds=1) % _DAY_US
 

@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "arrays.hpp"
 #include "frames.hpp"
+#include "kvbm/history.hpp"
 #include "kvbm/scan.hpp"
 #include "python.hpp"
 
@@ -23,6 +25,7 @@ struct FoldClasses {
   nb::object pool = nb::module_::import_("kvbm.core.events").attr("PoolStated");
   nb::object reach = nb::module_::import_("kvbm.core.ids").attr("Reach");
   nb::object frame_error = nb::module_::import_("kvbm.core.errors").attr("FrameError");
+  nb::object stay_row = nb::module_::import_("kvbm.core.stays").attr("STAY_ROW");
 };
 
 WireInteger wire_integer(nb::handle value) {
@@ -77,10 +80,15 @@ nb::list evolve(FrameFold& fold, nb::handle event, const FoldClasses& classes) {
   return python_anomalies(delta.anomalies);
 }
 
-nb::object evolve_frame(FrameFold& fold, nb::handle data, std::size_t at, std::uint32_t first,
-                        const FoldClasses& classes, const ErrorClasses& errors) {
-  const BufferView view(data);
-  const FrameReader reader(view.bytes(), at);
+// A frame that was read through, with its starts decoded.
+struct ReadFrame {
+  FrameReader reader;
+  ScannedFrame scanned;
+  std::vector<EpochStart> starts;
+};
+
+ReadFrame read_frame(Bytes data, std::size_t at, const FoldClasses& classes) {
+  const FrameReader reader(data, at);
   std::vector<EpochStart> starts;
   std::vector<nb::object> epochs;
   std::vector<Bytes> blobs;
@@ -102,15 +110,45 @@ nb::object evolve_frame(FrameFold& fold, nb::handle data, std::size_t at, std::u
   for (const nb::object& epoch : epochs) {
     check_epoch(scanned, epoch);
   }
-  const FoldedFrame folded = fold.evolve_frame(reader, first, starts);
+  return {reader, scanned, std::move(starts)};
+}
+
+nb::object evolve_frame(FrameFold& fold, nb::handle data, std::size_t at, std::uint32_t first,
+                        const FoldClasses& classes, const ErrorClasses& errors) {
+  const BufferView view(data);
+  const ReadFrame frame = read_frame(view.bytes(), at, classes);
+  const FoldedFrame folded = fold.evolve_frame(frame.reader, first, frame.starts);
   nb::object illegal = nb::none();
   if (folded.illegal) {
     illegal = errors.made(Error::illegal_event(folded.illegal->rule, folded.illegal->detail));
   }
   const FoldDelta& delta = folded.delta;
-  return named_tuple(classes.folded, python_scanned(classes.scanned, scanned), folded.folded,
+  return named_tuple(classes.folded, python_scanned(classes.scanned, frame.scanned), folded.folded,
                      python_anomalies(delta.anomalies), illegal,
                      nb::make_tuple(delta.added, delta.withdrawn, delta.claimed, delta.unclaimed));
+}
+
+void evolve_history(History& history, nb::handle data, std::size_t at, const FoldClasses& classes) {
+  const BufferView view(data);
+  const ReadFrame frame = read_frame(view.bytes(), at, classes);
+  history.evolve_frame(frame.reader, frame.starts);
+}
+
+nb::object namespace_ids(const History& history) {
+  const std::vector<NamespaceId>& ids = history.namespace_ids();
+  nb::list made;
+  for (const NamespaceId& id : ids) {
+    made.append(copy_bytes(id));
+  }
+  return nb::tuple(made);
+}
+
+nb::object names(const History& history) {
+  nb::list made;
+  for (const std::string& name : history.names()) {
+    made.append(nb::str(name.data(), name.size()));
+  }
+  return nb::tuple(made);
 }
 
 nb::dict pools(const FrameFold& fold, const FoldClasses& classes) {
@@ -203,6 +241,20 @@ void bind_frame_fold(nb::module_& module, const SharedErrors& errors) {
             fold.begin_blind(wire_integer(epoch), delta);
           },
           nb::arg("epoch"));
+  nb::class_<History>(module, "StayHistory", "Since when each block was held. As kvbm.reference.history.StayHistory.")
+      .def(nb::init<>())
+      .def(
+          "evolve_frame",
+          [errors, classes](History& history, nb::handle data, std::size_t at) {
+            translated(errors, [&] { evolve_history(history, data, at, *classes); });
+          },
+          nb::arg("data"), nb::arg("at") = 0)
+      .def("miss_events", &History::miss_events)
+      .def("take_ended", [classes](History& history) { return records_over(history.take_ended(), classes->stay_row); })
+      .def("lasting", [classes](const History& history) { return records_over(history.lasting(), classes->stay_row); })
+      .def("count", &History::count)
+      .def_prop_ro("namespaces", &namespace_ids)
+      .def_prop_ro("names", &names);
 }
 
 }  // namespace kvbm::bindings

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from kvbm.assembly import NATIVE, NATIVE_AGES, NATIVE_FOLD, NATIVE_INDEX, catalog_client, decode_columns
+from kvbm.assembly import NATIVE, NATIVE_AGES, NATIVE_FOLD, NATIVE_INDEX, NATIVE_STAYS, catalog_client, decode_columns
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql.store import SqlStore
@@ -39,7 +39,13 @@ ONE = make_capture(7, commands=120).frames()
 TWO = make_capture(8, commands=120, instance="two").frames()
 CLUSTER = "c"
 PARTS = Parts(
-    NATIVE, NATIVE_FOLD, decode_columns, NATIVE_INDEX, NATIVE_AGES, lambda url, config, sets: catalog_client(url)
+    NATIVE,
+    NATIVE_FOLD,
+    decode_columns,
+    NATIVE_INDEX,
+    NATIVE_AGES,
+    NATIVE_STAYS,
+    lambda url, config, sets: catalog_client(url),
 )
 
 

@@ -26,6 +26,7 @@ MODULES = {
     "azure-storage-blob": {"azure"},
     "boto3": {"boto3", "botocore"},
     "cryptography": {"cryptography"},
+    "duckdb": {"duckdb"},
     "flask": {"flask", "werkzeug"},
     "flask-cors": {"flask_cors"},
     "httptools": {"httptools"},

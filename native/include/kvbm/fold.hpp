@@ -3,8 +3,9 @@
 // recovery apply those they read. The two differ in the table of a tier: TierSlots for a ledger, ResidencyTable for a
 // reader. Made with empty tables, given events in order, dropped. One thread at a time.
 //
-// A listener is told what changed: on_begun(residencies dropped), on_gained(table, position), on_lost(table, position),
-// on_claimed(blocks), on_unclaimed(blocks), and, where events may be illegal, on_anomaly(rule, detail).
+// A listener is told what changed: on_begun(residencies dropped), before they are; on_gained(table), of the one put in
+// last; on_lost(table, position), on_claimed(blocks), on_unclaimed(blocks), and, where events may be illegal,
+// on_moved(table, position), of one that has another slot or owner now, and on_anomaly(rule, detail).
 // `owner` is the number of an event's namespace, if it has one, in namespaces().
 // `where` gives the position of a block that an event names: where(table, index in the run, hash, mix), or the table's
 // kNone.
@@ -370,6 +371,7 @@ void Fold<Table>::take_snapshot(Tier tier, std::uint32_t position, std::uint32_t
       vacate(tier, *slot, listener);
     }
     here.move(position, owner, slot);
+    listener.on_moved(here, position);
   }
   here.set_snapshot(position, snapshot_of(tier).number);
 }

@@ -37,6 +37,7 @@ struct FoldDelta {
   void on_begun(std::size_t dropped) noexcept { withdrawn += dropped; }
   void on_gained(const ResidencyTable&) noexcept { ++added; }
   void on_lost(const ResidencyTable&, std::uint32_t) noexcept { ++withdrawn; }
+  void on_moved(const ResidencyTable&, std::uint32_t) noexcept {}
   void on_claimed(std::size_t blocks) noexcept { claimed += blocks; }
   void on_unclaimed(std::size_t blocks) noexcept { unclaimed += blocks; }
   void on_anomaly(std::string_view rule, std::string detail) { anomalies.push_back({rule, std::move(detail)}); }

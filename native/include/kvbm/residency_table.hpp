@@ -92,6 +92,9 @@ class ResidencyTable {
   }
   void clear();
   std::size_t count() const noexcept { return by_hash_.count(); }
+  Tier tier() const noexcept { return tier_; }
+  // Where the last one was put.
+  std::uint32_t last() const noexcept { return last_; }
   // All positions, in the order they were gained.
   std::vector<std::uint32_t> held() const {
     return in_order([](const Residency&) { return true; });
@@ -124,6 +127,7 @@ class ResidencyTable {
   Tier tier_;                           // for the mixes
   std::uint32_t next_sequence_;         // of the residency gained next
   std::uint32_t first_gone_ = kNone;    // a position with nothing in it; each names the next in its `slot`
+  std::uint32_t last_ = kNone;          // the position put something into last
   std::vector<Residency> residencies_;  // by position
   PositionIndex by_hash_;               // hash → position
   std::vector<std::uint32_t> by_slot_;  // slot → position or kNone, for the low slots
@@ -256,6 +260,7 @@ inline void ResidencyTable::insert(const std::uint8_t* hash, std::uint64_t mix, 
     first_gone_ = residencies_[position].slot;
     residencies_[position] = made;
   }
+  last_ = position;
   ++next_sequence_;
   if (by_hash_.has_room()) {
     by_hash_.insert(mix, position);

@@ -1,0 +1,363 @@
+"""What people ask a history most: why a block came and went, what changed in a stretch of time, whose blocks fill the
+pools.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from kvbm.core.ids import HASH_BYTES
+from kvbm.replay.format import counted, place_text
+from kvbm.replay.source import SourceError
+from kvbm.replay.sql import HistoryDatabase
+
+_LEAST_DIGITS = 8
+_MOST_BLOCKS = 20  # whose hash begins with the digits given
+_ENDED = {
+    "restarted": "gone from {tier}: the instance began anew",
+    "unlisted": "gone from {tier}: a snapshot did not list it; when it went is not known",
+    "replaced": "gone from {tier}: another block was told in its slot",
+}
+
+
+class BlockEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Something that happened to a block.
+
+    Attributes:
+        time: ISO 8601, by the instance's clock.
+        stream: which of several streams of this name; mostly "". life: of the instance, from 0.
+        cause: of a begin: created, listed, offload, onboard or fetch; of an end: why, as in an event.
+        source: the tier or instance it came from. target: the tier it moved to.
+        position: in its chain, where an event has said it.
+    """
+
+    time: str
+    instance: str
+    stream: str
+    life: int
+    epoch: int
+    offset: int
+    event: str
+    tier: str
+    cause: str | None = None
+    source: str | None = None
+    target: str | None = None
+    position: int | None = None
+    slot: int | None = None
+
+    def sentence(self) -> str:
+        """In words, without time and place."""
+        tier = self.tier
+        match self.event, self.cause:
+            case "began", "created":
+                where = "" if self.position is None else f", block {self.position:,} of its chain"
+                return f"created in {tier}{where}"
+            case "began", "listed":
+                return f"listed in {tier}, as it is there"
+            case "began", "fetch" if self.source is not None:
+                return f"fetched into {tier} from {self.source}"
+            case "began", _:
+                return f"{'moved' if self.target else 'copied'} from {self.source} to {tier} ({self.cause})"
+            case "claimed", "listed" | "created" | None:
+                return f"named in the cluster's {tier}"
+            case "claimed", _:
+                return f"put into the cluster's {tier}, or found there ({self.cause})"
+            case "unclaimed", _:
+                return f"taken out of the cluster's {tier}: {self.cause}"
+            case "ended", "moved":
+                return f"moved away from {tier} to {self.target}"
+            case _, cause if cause in _ENDED:
+                return _ENDED[cause].format(tier=tier)
+            case _:
+                return f"evicted from {tier}: {self.cause}"
+
+
+class HeldPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a block is held at the end of the history."""
+
+    instance: str
+    stream: str
+    tier: str
+    since: str
+
+
+class Unknown(msgspec.Struct, frozen=True, kw_only=True):
+    """Events that are missing of an instance the block was at: it may have come and gone in between."""
+
+    instance: str
+    since: str | None
+    until: str | None
+    events: int
+
+
+class BlockLife(msgspec.Struct, kw_only=True):
+    """One block of one namespace, from its first event to its last."""
+
+    block: str
+    namespace: str
+    model: str | None = None
+    tenant: str | None = None
+    events: list[BlockEvent] = []
+    held: list[HeldPlace] = []
+    unknown: list[Unknown] = []
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        whose = ", ".join(
+            f"{name} {value}" for name, value in (("model", self.model), ("tenant", self.tenant)) if value
+        )
+        yield f"block {self.block} in namespace {self.namespace}{f' ({whose})' if whose else ''}"
+        for one in self.events:
+            who = _named(one.instance, one.stream)
+            yield f"  {one.time}  {who} {place_text(one.epoch, one.offset)}  {one.sentence()}"
+        for hole in self.unknown:
+            since = hole.since or "the beginning"
+            yield (
+                f"  {counted(hole.events, 'event')} of {hole.instance} are missing between {since} and {hole.until}: "
+                "what they said of it is not known"
+            )
+        places = "; ".join(f"{_named(one.instance, one.stream)} in {one.tier} since {one.since}" for one in self.held)
+        yield f"  held at the end of the log: {places or 'nowhere'}"
+
+
+class BlockLives(msgspec.Struct, kw_only=True):
+    """The blocks whose hash begins with the digits given.
+
+    Attributes:
+        source: that the history was made of. until: how far it goes.
+    """
+
+    source: str
+    until: str
+    blocks: list[BlockLife] = []
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        for one in self.blocks:
+            yield from one.lines()
+
+
+class ChangeCount(msgspec.Struct, frozen=True, kw_only=True):
+    """So many block events of one kind."""
+
+    instance: str
+    tier: str
+    event: str
+    cause: str | None
+    blocks: int
+
+
+class ChangeReport(msgspec.Struct, kw_only=True):
+    """What changed from `since` on and before `until`. Each block counts once for each event."""
+
+    source: str
+    since: str
+    until: str
+    changes: list[ChangeCount] = []
+    starts: list[str] = []
+    stops: list[str] = []
+    holes: list[Unknown] = []
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield f"from {self.since} to {self.until}"
+        yield from (f"  {one}" for one in (*self.starts, *self.stops))
+        for hole in self.holes:
+            yield f"  {hole.instance}: {counted(hole.events, 'event')} missing, up to {hole.until}"
+        for one in self.changes:
+            yield f"  {one.instance:<20} {one.tier:<6} {one.event} {one.cause or '':<10} {one.blocks:>14,} blocks"
+        if not (self.changes or self.starts or self.stops or self.holes):
+            yield "  nothing changed"
+
+
+class TenantTier(msgspec.Struct, frozen=True, kw_only=True):
+    """What one tenant has in one tier; `bytes` is None where no start has told the size of a block."""
+
+    tenant: str | None
+    tier: str
+    blocks: int
+    bytes: int | None
+    instances: int
+
+
+class Tenants(msgspec.Struct, kw_only=True):
+    """Whose blocks were held at a moment, largest first."""
+
+    source: str
+    at: str
+    tenants: list[TenantTier] = []
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield f"held at {self.at}"
+        for one in self.tenants:
+            size = "of unknown size" if one.bytes is None else f"{one.bytes:>20,} bytes"
+            named = "(unknown)" if one.tenant is None else one.tenant or "(none)"
+            yield f"  {named:<24} {one.tier:<6} {one.blocks:>14,} blocks {size} at {counted(one.instances, 'instance')}"
+
+
+def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> BlockLives:
+    """The life of each block whose hash begins so.
+
+    Args:
+        instance: what happened there alone.
+    Raises: SourceError: no block's does, or too many, or it is no hash.
+    """
+    digits = digits.lower().removeprefix("0x")
+    if not re.fullmatch(f"[0-9a-f]{{{_LEAST_DIGITS},{2 * HASH_BYTES}}}", digits):
+        raise SourceError(f"{digits!r} is no hash: give {_LEAST_DIGITS} to {2 * HASH_BYTES} hexadecimal digits")
+    one, values = _only(instance)
+    blocks = history.ask(f"SELECT DISTINCT block, namespace FROM block_life(?) WHERE true {one}", [digits, *values])
+    found = sorted(blocks.rows)
+    if not found:
+        raise SourceError(f"no event in {history.manifest.source} names a block that begins with {digits}")
+    if len(found) > _MOST_BLOCKS:
+        raise SourceError(f"{len(found):,} blocks begin with {digits}; give more digits")
+    fields = {row[0]: row[1:] for row in history.ask("SELECT namespace, model, tenant FROM namespaces").rows}
+    lives = BlockLives(source=history.manifest.source, until=history.manifest.until)
+    for block, namespace in found:
+        model, tenant = fields.get(namespace, (None, None))
+        life = BlockLife(block=block, namespace=namespace, model=model, tenant=tenant)
+        events = f"SELECT {', '.join(_COLUMNS)} FROM block_life(?) WHERE namespace = ? {one}"
+        life.events = _events(history.ask(events, [block, namespace, *values]).rows)
+        held = f"SELECT instance, stream, tier, began FROM residencies WHERE block = ? AND namespace = ? {one}"
+        life.held = [
+            HeldPlace(instance=row[0], stream=row[1], tier=row[2], since=_iso(row[3]) or "")
+            for row in sorted(history.ask(held, [block, namespace, *values]).rows)
+        ]
+        life.unknown = _holes(history, sorted({one.instance for one in life.events}))
+        lives.blocks.append(life)
+    return lives
+
+
+def changes(history: HistoryDatabase, since: datetime, until: datetime, instance: str | None = None) -> ChangeReport:
+    """What changed in a stretch of time, its end not counted."""
+    found = ChangeReport(source=history.manifest.source, since=_iso(since) or "", until=_iso(until) or "")
+    one, values = _only(instance)
+    found.changes = [
+        ChangeCount(instance=row[0], tier=row[1], event=row[2], cause=row[3], blocks=row[4])
+        for row in history.ask(
+            "SELECT instance, tier, event, cause, count(*) FROM changes(?, ?) "
+            f"WHERE true {one} GROUP BY ALL ORDER BY ALL",
+            [since, until, *values],
+        ).rows
+    ]
+    for column, words in (("began", found.starts), ("last_frame", found.stops)):
+        stopped = "" if column == "began" else "AND stopped IS NOT NULL"
+        words += [
+            f"{_iso(row[2])}  {row[0]} {'began' if column == 'began' else 'stopped'} epoch {row[1]}"
+            + (f": {row[3]}" if column != "began" else "")
+            for row in history.ask(
+                f"SELECT instance, epoch, {column}, stopped FROM instances "
+                f"WHERE {column} >= ? AND {column} < ? {stopped} {one} ORDER BY 3, 1",
+                [since, until, *values],
+            ).rows
+        ]
+    named = [instance] if instance is not None else None
+    found.holes = _holes(history, named, since, until)
+    return found
+
+
+def tenants(history: HistoryDatabase, at: datetime | None = None) -> Tenants:
+    """Whose blocks were held at a moment, or at the end."""
+    asked = "FROM tenants" if at is None else "FROM tenants_at(?)"
+    rows = history.ask(f"SELECT tenant, tier, blocks, bytes, instances {asked}", [] if at is None else [at]).rows
+    return Tenants(
+        source=history.manifest.source,
+        at=history.manifest.until if at is None else _iso(at) or "",
+        tenants=[
+            TenantTier(
+                tenant=tenant, tier=tier, blocks=blocks, bytes=None if size is None else int(size), instances=at_
+            )
+            for tenant, tier, blocks, size, at_ in rows
+        ],
+    )
+
+
+_COLUMNS = (
+    "time",
+    "instance",
+    "stream",
+    "life",
+    "epoch",
+    '"offset"',
+    "event",
+    "tier",
+    "cause",
+    "source",
+    "target",
+    "position",
+    "slot",
+)
+
+
+def _events(rows: list[tuple[Any, ...]]) -> list[BlockEvent]:
+    """In order; what moved is one event where its begin is there, not an end and a begin.
+
+    Of one stream that is the order of its log. Streams are put together by their clocks, of which one that goes back
+    stands still.
+    """
+    rows = sorted(rows, key=lambda row: (row[1:6], row[6] in ("ended", "unclaimed")))
+    begun = {row[1:6] for row in rows if row[6] == "began"}
+    moved = {row[1:6] for row in rows if row[6] == "ended" and row[8] == "moved"}
+    placed: list[tuple[datetime, BlockEvent]] = []
+    latest: dict[tuple[str, str], datetime] = {}
+    for row in rows:
+        time, instance, stream, life, epoch, offset, event, tier, cause, source, target, position, slot = row
+        is_move = row[1:6] in moved and row[1:6] in begun
+        if is_move and event == "ended":
+            continue
+        latest[instance, stream] = at = max(time, latest.get((instance, stream), time))
+        told = BlockEvent(
+            time=_iso(time) or "",
+            instance=instance,
+            stream=stream,
+            life=life,
+            epoch=epoch,
+            offset=offset,
+            event=event,
+            tier=tier,
+            cause=cause,
+            source=source,
+            target=tier if is_move and event == "began" else target,
+            position=position,
+            slot=slot,
+        )
+        placed.append((at, told))
+    return [told for _, told in sorted(placed, key=lambda one: one[0])]
+
+
+def _only(instance: str | None) -> tuple[str, list[object]]:
+    """What narrows a question to an instance, and its values."""
+    return ("", []) if instance is None else ("AND instance = ?", [instance])
+
+
+def _named(instance: str, stream: str) -> str:
+    return f"{instance} ({stream})" if stream else instance
+
+
+def _holes(
+    history: HistoryDatabase,
+    instances: list[str] | None,
+    since: datetime | None = None,
+    until: datetime | None = None,
+) -> list[Unknown]:
+    rows = history.ask(
+        'SELECT instance, since, "until", next_offset - first_offset FROM holes ORDER BY "until", 1'
+    ).rows
+    return [
+        Unknown(instance=row[0], since=_iso(row[1]), until=_iso(row[2]), events=row[3])
+        for row in rows
+        if (instances is None or row[0] in instances)
+        and (since is None or row[2] >= since)
+        and (until is None or row[1] is None or row[1] < until)
+    ]
+
+
+def _iso(moment: datetime | None) -> str | None:
+    return None if moment is None else f"{moment.isoformat(timespec='microseconds')}Z"
