@@ -112,7 +112,7 @@ def opener(tmp_path_factory: pytest.TempPathFactory) -> Opener:
             model, draft["model"] = models["target"], models["drafter"]
         else:
             model = models[f"mtp-{case.tokens}"]
-        config = config_of(model, kept, {"pools.nvme.slots": 100}, speculative_config=draft, **case.more)
+        config = config_of(model, kept, {"pools.nvme.slots": 1000}, speculative_config=draft, **case.more)
         engine = ScriptedEngine(config, dict(case.layers), [name for name, _ in case.layers if "draft" in name])
         assert [group.is_eagle_group for group in engine.plan.kv_cache_groups] == list(case.flagged)
         return engine

@@ -47,7 +47,7 @@ FULL = FullAttentionSpec(block_size=TOKENS, **SHAPE)
 CHUNKS = ChunkedLocalAttentionSpec(block_size=TOKENS, **SHAPE, attention_chunk_size=CHUNK)
 WINDOW = SlidingWindowSpec(block_size=TOKENS, **SHAPE, sliding_window=40)
 HALF: dict[str, Any] = {"block_size": TOKENS // 2, "num_kv_heads": 4}  # blocks of half the tokens, and of equal bytes
-NVME = {"pools.nvme.slots": 200}
+NVME = {"pools.nvme.slots": 1000}
 GENERATED = 60
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -185,14 +185,23 @@ def verdicts_on(page: str) -> dict[str, Verdict]:
 
 
 def be_the_only_rank() -> None:
-    """Make this process the one rank that vLLM's layers ask for."""
+    """Make this process the one rank that vLLM's layers ask for, those of the current configuration.
+
+    One that began with a dense model has no group of experts.
+    """
+    from vllm.config import get_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel, model_parallel_is_initialized
+    from vllm.distributed.parallel_state import _EP, destroy_model_parallel
 
     from tests.servers import free_port
 
-    if not model_parallel_is_initialized():
+    if model_parallel_is_initialized():
+        if _EP is not None or not get_current_vllm_config().model_config.is_moe:
+            return
+        destroy_model_parallel()
+    else:
         init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "gloo")
-        initialize_model_parallel(1)
+    initialize_model_parallel(1)
 
 
 def _paragraph(text: str) -> str:
