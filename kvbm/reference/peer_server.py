@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import select
 import socket
 import struct
 import threading
@@ -219,8 +220,30 @@ class ReadableOwner:
 
 
 def _send(connection: socket.socket, data: bytes | memoryview, within_s: float) -> None:
-    connection.settimeout(max(0.001, within_s))
-    connection.sendall(data)
+    """Send all of it. Raises OSError: not in time, or the reader has gone."""
+    until_s = time.monotonic() + max(0.001, within_s)
+    connection.setblocking(False)
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[connection.send(left) :]
+        except BlockingIOError:
+            _wait_for_room(connection, until_s)
+
+
+def _wait_for_room(connection: socket.socket, until_s: float) -> None:
+    """A TCP reader that has hung up with its window shut still acknowledges whatever the system tries, for a minute and
+    more: no room would come, and no error. Raises OSError: as `_send`.
+    """
+    ends = 0 if connection.family == socket.AF_UNIX else select.POLLRDHUP  # a unix socket's end is an error at once
+    poller = select.poll()
+    poller.register(connection, select.POLLOUT | ends)
+    left_s = until_s - time.monotonic()
+    found = poller.poll(1000 * left_s) if left_s > 0 else []
+    if not found:
+        raise TimeoutError("the reader takes nothing more in time")
+    if found[0][1] & (select.POLLOUT | select.POLLRDHUP) == select.POLLRDHUP:
+        raise ConnectionResetError("the reader has hung up")
 
 
 def _hang_up(connection: socket.socket, words: str) -> None:

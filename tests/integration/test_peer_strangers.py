@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import struct
 import time
@@ -247,6 +248,38 @@ def test_a_reader_that_takes_no_bytes_holds_nothing_up(kind: str, tmp_path: Path
         eventually(lambda: site.lender.pinned == 0, "its blocks stay pinned after its time")
     finally:
         site.close()
+
+
+@pytest.mark.parametrize("kind", TCP)
+def test_a_reader_that_hangs_up_with_its_window_shut_is_gone_at_once(kind: str, tmp_path: Path) -> None:
+    """As one that is closed in the middle of a read, and takes what has come before it lets go: no reset is sent, and
+    the system acknowledges its owner's probes in its stead until it forgets the connection, a minute later.
+    """
+    site = empty_site(kind, tmp_path, LentLimits(), block_bytes=1 << 20)
+    try:
+        site.lender.put(hashes_of(20), blocks_of(20, 1 << 20))
+        stranger = Stranger(site)
+        stranger.open()
+        stranger.say(Ask(1, 0, GrantTransport.TCP, 240_000, hashes_of(20)))
+        with socket.socket(fileno=os.dup(stranger.socket.fileno())) as plain:  # TLS need not be understood for this
+            eventually(lambda: probes_a_window(plain), "the owner finds room to send")
+            plain.shutdown(socket.SHUT_RDWR)
+            plain.settimeout(WAIT_S)
+            while plain.recv(1 << 20):
+                pass
+            stranger.socket.close()
+        eventually(lambda: site.lender.pinned == 0, "blocks stay pinned for who has hung up")
+    finally:
+        site.close()
+
+
+def probes_a_window(reader: socket.socket) -> bool:
+    """Whether the other end of this connection waits for its window to open (proc_pid_net(5): timer 4)."""
+    ours, theirs = (f":{end[1]:04X}" for end in (reader.getsockname(), reader.getpeername()))
+    lines = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return any(
+        (line[1][-5:], line[2][-5:], line[5][:2]) == (theirs, ours, "04") and line[3] == "01" for line in lines
+    )
 
 
 def test_a_reader_that_takes_bytes_drop_by_drop_holds_nothing_up(tmp_path: Path) -> None:
