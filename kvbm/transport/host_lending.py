@@ -148,7 +148,10 @@ class HostLending(ABC):
             log.warning("joins.left_open", transport=self.word, instance=self._instance, why=str(error))
 
     def _run(self) -> None:
-        self._begin()
+        try:
+            self._begin()
+        except Exception:  # it is tried again for each reader
+            log.exception("joins.failed", transport=self.word, instance=self._instance, remedy="report it")
         while not self._closed.is_set():
             for number, hello in self._server.take_joins(self.transport, _WAIT_S):
                 try:
@@ -160,16 +163,24 @@ class HostLending(ABC):
                     log.exception("joins.failed", transport=self.word, instance=self._instance, remedy="report it")
 
     def _answer(self, number: int, hello: bytes) -> None:
-        revoked = self._revoked  # before: whatever changes from here on sends the reader away again
-        opened = {NamespaceId(one) for one in self._server.opened_by(self.transport, number)}
-        has_proved_all = self._namespaces <= opened
+        admission, is_heard = self._admission(number, hello), False
         try:
-            admission = self._admitted(hello, has_proved_all, revoked)
+            is_heard = self._server.answer_join(self.transport, number, admission.ready)
+        finally:
+            if admission.number and is_heard:
+                self._let_in[number] = admission.number
+            elif admission.number:
+                self._dismiss(admission.number)
+
+    def _admission(self, number: int, hello: bytes) -> HostAdmission:
+        """What to answer, whatever goes wrong: who is not answered waits until its connection is ended."""
+        try:
+            revoked = self._revoked  # before: whatever changes from here on sends the reader away again
+            opened = {NamespaceId(one) for one in self._server.opened_by(self.transport, number)}
+            has_proved_all = self._namespaces <= opened
+            return self._admitted(hello, has_proved_all, revoked)
         except KvbmError as error:
             log.warning("joins.refused", transport=self.word, instance=self._instance, why=str(error))
-            admission = HostAdmission(0, self._refused)
-        is_heard = self._server.answer_join(self.transport, number, admission.ready)
-        if admission.number and is_heard:
-            self._let_in[number] = admission.number
-        elif admission.number:
-            self._dismiss(admission.number)
+        except Exception:  # of one reader; others come
+            log.exception("joins.failed", transport=self.word, instance=self._instance, remedy="report it")
+        return HostAdmission(0, self._refused)

@@ -24,6 +24,7 @@ from kvbm.transport.nixl_process import Failed, Join, Joined, Lend, Lent, Messag
 log = SafeLog()
 
 _END_S = 1.0
+_DYING_S = 0.2  # from when its sockets are closed until its status is known
 _SILENT_S = 2.0  # who has answered nothing for so long is ended
 # UCX speaks on its standard output otherwise, and complains of variables for transports that are not in use.
 _QUIET = {"UCX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n", "NIXL_LOG_LEVEL": "FATAL"}
@@ -108,12 +109,16 @@ class NixlProcess:
         return thing
 
     def end(self, thing: socket.socket) -> None:
-        """End what a socket stands for: when this returns it has ended, if need be with the process."""
+        """End what a socket stands for: when this returns it has ended, if need be with the process. Idempotent."""
+        if thing.fileno() < 0:
+            return
         try:
             thing.settimeout(_END_S)
             thing.shutdown(socket.SHUT_WR)
             while receive(thing) is not None:
                 pass
+        except ConnectionError:
+            pass  # it has ended already, and another process may be there by now
         except (OSError, msgspec.DecodeError):
             with self._lock:
                 self._end_locked()
@@ -135,27 +140,42 @@ class NixlProcess:
             control.close()
 
     def _begin(self, wanted: Lend | Join, descriptor: int, until_s: float) -> tuple[socket.socket, Message | None]:
-        ours, theirs = _pair()
+        try:
+            ours, theirs = _pair()
+        except OSError as error:
+            raise NixlError(f"NIXL cannot be asked: {error}") from None
         try:
             with theirs:
-                self._send(theirs, descriptor, until_s)
-            send(ours, wanted)
-            return ours, self._answer(ours, until_s)
+                asked = self._hand(theirs, descriptor, until_s)
+            return ours, self._answer(ours, wanted, asked, until_s)
         except BaseException:
             ours.close()
             raise
 
-    def _send(self, thing: socket.socket, descriptor: int, until_s: float) -> None:
+    def _hand(self, thing: socket.socket, descriptor: int, until_s: float) -> socket.socket:
+        """Hand both to the process, which is started anew where it has ended since: the socket to it.
+
+        Raises as `lend`.
+        """
         if not self._lock.acquire(timeout=max(0.0, until_s - time.monotonic())):
             raise NixlError("NIXL was being started until the deadline")
         try:
-            control = self._started_locked(until_s)
-            socket.send_fds(control, [b"\0"], [thing.fileno(), descriptor])
-        except OSError as error:
-            self._end_locked()
-            raise NixlError(f"the process of NIXL has ended: {error}") from None
+            try:
+                return self._handed_locked(thing, descriptor, until_s)
+            except OSError:
+                self._ended_locked()
+            try:
+                return self._handed_locked(thing, descriptor, until_s)
+            except OSError as error:
+                self._ended_locked()
+                raise NixlError(f"the process of NIXL has ended: {error}") from None
         finally:
             self._lock.release()
+
+    def _handed_locked(self, thing: socket.socket, descriptor: int, until_s: float) -> socket.socket:
+        control = self._started_locked(until_s)
+        socket.send_fds(control, [b"\0"], [thing.fileno(), descriptor])
+        return control
 
     def _started_locked(self, until_s: float) -> socket.socket:
         """The socket to the process, which has said that it can work.
@@ -184,8 +204,7 @@ class NixlProcess:
         if self._is_closed:
             raise NixlError("NIXL is closed")
         if self._process is not None and self._process.poll() is not None:
-            log.warning("nixl.ended", status=self._process.returncode)
-            self._end_locked()
+            self._ended_locked()
         if self._control is None:
             if (missing := missing_nixl()) is not None:
                 raise missing
@@ -213,26 +232,40 @@ class NixlProcess:
             theirs.close()
         self._control, self._is_ready = ours, False
 
-    def _answer(self, thing: socket.socket, until_s: float) -> Message | None:
+    def _answer(
+        self, thing: socket.socket, wanted: Lend | Join, asked: socket.socket, until_s: float
+    ) -> Message | None:
         """What it says to a wish.
 
         A process that has said nothing for a while is ended: it may have been stopped, or hang in NIXL.
+
+        Args:
+            asked: the socket to the process that has the other end of `thing`.
         """
         asked_s = time.monotonic()
         try:
             thing.settimeout(max(0.001, until_s - asked_s))
+            send(thing, wanted)
             answer = receive(thing)
             self._silent_since_s = 0.0
             return answer
         except TimeoutError:
             with self._lock:
-                self._silent_since_s = self._silent_since_s or asked_s
-                if time.monotonic() - self._silent_since_s < _SILENT_S:
-                    raise NixlError("NIXL did not answer by the deadline") from None
-                self._end_locked()
+                if self._control is asked:  # else another has ended it, and the process there now was not asked
+                    self._silent_since_s = self._silent_since_s or asked_s
+                    if time.monotonic() - self._silent_since_s < _SILENT_S:
+                        raise NixlError("NIXL did not answer by the deadline") from None
+                    self._end_locked()
             raise NixlError("NIXL did not answer by the deadline, and is started anew") from None
         except (OSError, msgspec.DecodeError) as error:
             raise NixlError(f"the process of NIXL has ended: {error}") from None
+
+    def _ended_locked(self) -> None:
+        """The process has ended by itself, or is about to: say how, and forget it."""
+        if (process := self._process) is not None:
+            with suppress(subprocess.TimeoutExpired):
+                log.warning("nixl.ended", status=process.wait(_DYING_S))
+        self._end_locked()
 
     def _end_locked(self) -> None:
         """End the process, if there is one."""

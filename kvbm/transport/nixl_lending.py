@@ -36,7 +36,11 @@ class NixlLending(HostLending):
         if hello:
             raise PeerWireError(f"NIXL_HELLO has a body of {len(hello)} bytes")
         admission = self._owner.admit(has_proved_all, revoked)
-        return HostAdmission(admission.number, encode_ready(admission.ready))
+        try:
+            return HostAdmission(admission.number, encode_ready(admission.ready))
+        except PeerWireError:  # NIXL tells of itself what no message holds
+            self._owner.dismiss(admission.number)
+            raise
 
     @property
     def _refused(self) -> bytes:

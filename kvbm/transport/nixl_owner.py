@@ -140,10 +140,14 @@ class NixlOwner:
         try:
             if self._is_closed:
                 return None
-            lent = self._lent
-            if lent is None or is_hung_up(lent[0]):
-                if lent is not None:
-                    self._process.end(lent[0])
+            with self._lock:
+                lent = self._lent
+                dead = lent if lent is not None and is_hung_up(lent[0]) else None
+                if dead is not None:
+                    lent = self._lent = None  # whatever comes of it: who takes it from there ends it, and nobody else
+            if dead is not None:
+                self._process.end(dead[0])
+            if lent is None:
                 lent = self._process.lend(self._memory.fd, self._memory.shape.bytes, until_s)
                 with self._lock:
                     self._lent = lent

@@ -43,7 +43,9 @@ def receive_body(connection: socket.socket, kind: int, sizes: range, until_s: fl
 
 
 def is_hung_up(connection: socket.socket) -> bool:
-    """The other end has closed its socket, or its process has died."""
+    """The other end has closed its socket, or its process has died; or this end is closed."""
+    if connection.fileno() < 0:
+        return True
     waiting = select.poll()
     waiting.register(connection, select.POLLRDHUP)
     return bool(waiting.poll(0))

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +214,109 @@ def test_a_process_of_nixl_that_is_killed_costs_reads_and_no_more(site: NixlSite
     thread.join()
     assert set(found[0].result.outcomes) <= {GOOD, FAILED}
     eventually(lambda: is_good(read(reader)[0]), "it is not read from again")
+    eventually(lambda: site.lender.pinned == 0, "blocks stay pinned")
+
+
+def kill(process: NixlProcess) -> None:
+    """End it, and wait until it has ended."""
+    os.kill(process.pid, signal.SIGKILL)
+    eventually(lambda: not process.pid, "it lives on")
+
+
+def test_an_owner_that_could_not_lend_at_once_after_its_process_died_lends_soon_after(site: NixlSite) -> None:
+    """As on a busy machine, where NIXL takes longer to start than a reader can be let wait."""
+    reader = site.reader()
+    assert is_good(read(reader, 1)[0])
+    for _ in range(3):
+        kill(site.lends)
+        refused = site.nixl.admit(True, site.nixl.revoked, within_s=0.0)
+        assert (refused.number, refused.ready.status) == (0, NixlStatus.FULL)
+    eventually(lambda: is_good(read(reader)[0]), "it is not read from again")
+    assert site.nixl.readers == 1
+
+
+def test_a_process_that_ended_unnoticed_is_started_anew_by_who_finds_out(site: NixlSite) -> None:
+    """Its sockets are closed a moment before its parent can know."""
+    assert is_good(read(reader := site.reader(), 1)[0])
+    process = site.lends._process
+    assert process is not None
+    with pytest.MonkeyPatch.context() as unnoticed:
+        unnoticed.setattr(process, "poll", lambda: None)
+        process.kill()
+        eventually(lambda: os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT), "it lives on")
+        assert site.nixl.admit(True, site.nixl.revoked, NIXL_S).number
+    assert site.lends.pid not in (0, process.pid)
+    eventually(lambda: is_good(read(reader)[0]), "it is not read from again")
+
+
+def test_what_another_has_ended_is_ended_once_and_costs_no_other_process(site: NixlSite) -> None:
+    """As when a namespace is added while the owner finds that its process has died."""
+    assert is_good(read(site.reader(), 1)[0])
+    lent = site.nixl._lent
+    assert lent is not None
+    kill(site.lends)
+    assert site.nixl.admit(True, site.nixl.revoked, NIXL_S).number
+    pid = site.lends.pid
+    site.lends.end(lent[0])
+    assert site.lends.pid == pid != 0
+    site.nixl.revoke()
+    assert site.lends.pid == pid, "an agent ends, and its process goes on"
+
+
+def test_a_reader_is_answered_whatever_goes_wrong_and_none_stays_counted(
+    site: NixlSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(site.nixl, "admit", lambda *args: 1 // 0)
+        assert "no room" in read(site.reader(), 1)[0].trouble
+    with monkeypatch.context() as broken:
+        broken.setattr("kvbm.transport.nixl_hello.MOST_METADATA_BYTES", 1)
+        assert "no room" in read(site.reader(), 1)[0].trouble
+    assert site.nixl.readers == 0
+    assert is_good(read(site.reader(), 1)[0])
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.nightly)])
+def test_a_process_of_nixl_may_be_killed_at_any_moment(site: NixlSite, kills: int) -> None:
+    """While readers are admitted and dismissed, and namespaces are added."""
+    ended, wrong = threading.Event(), list[BaseException]()
+
+    def go_on(step: Callable[[], object]) -> None:
+        while not ended.is_set():
+            try:
+                step()
+            except Exception as error:
+                wrong.append(error)
+                return
+
+    def admit() -> None:
+        site.nixl.dismiss(site.nixl.admit(True, site.nixl.revoked, 0.2).number)
+
+    def revoke() -> None:
+        site.joins.revoke()
+        ended.wait(0.05)
+
+    readers = [site.reader() for _ in range(2)]
+    steps = [admit, admit, revoke, *(partial(read, reader, 8, 0.5) for reader in readers)]
+    threads = [threading.Thread(target=go_on, args=(step,)) for step in steps]
+    random = np.random.default_rng(kills)
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(kills):
+            for process in (site.lends, site.reads):
+                pid = eventually(lambda process=process: process.pid, "it is not started anew")
+                time.sleep(float(random.random()) * 0.3)  # a moment like any other
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert wrong == []
+    eventually(lambda: is_good(read(readers[0])[0]), "it is not read from again")
+    readers[0].close()
+    eventually(lambda: site.nixl.readers == 0, "readers stay counted", state=lambda: site.nixl.readers)
     eventually(lambda: site.lender.pinned == 0, "blocks stay pinned")
 
 

@@ -277,9 +277,7 @@ def probes_a_window(reader: socket.socket) -> bool:
     """Whether the other end of this connection waits for its window to open (proc_pid_net(5): timer 4)."""
     ours, theirs = (f":{end[1]:04X}" for end in (reader.getsockname(), reader.getpeername()))
     lines = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
-    return any(
-        (line[1][-5:], line[2][-5:], line[5][:2]) == (theirs, ours, "04") and line[3] == "01" for line in lines
-    )
+    return any((line[1][-5:], line[2][-5:], line[5][:2]) == (theirs, ours, "04") and line[3] == "01" for line in lines)
 
 
 def test_a_reader_that_takes_bytes_drop_by_drop_holds_nothing_up(tmp_path: Path) -> None:
