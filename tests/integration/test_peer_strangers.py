@@ -9,11 +9,13 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvbm import _native
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.lent import LentCounts
 from kvbm.core.reads import ReadOutcome
@@ -251,10 +253,13 @@ def test_a_reader_that_takes_no_bytes_holds_nothing_up(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", TCP)
-def test_a_reader_that_hangs_up_with_its_window_shut_is_gone_at_once(kind: str, tmp_path: Path) -> None:
+def test_a_reader_that_hangs_up_with_its_window_shut_is_gone_at_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As one that is closed in the middle of a read, and takes what has come before it lets go: no reset is sent, and
     the system acknowledges its owner's probes in its stead until it forgets the connection, a minute later.
     """
+    monkeypatch.setattr(_native, "LendingServer", partial(_native.LendingServer, most_send_ms=240_000))
     site = empty_site(kind, tmp_path, LentLimits(), block_bytes=1 << 20)
     try:
         site.lender.put(hashes_of(20), blocks_of(20, 1 << 20))
