@@ -311,7 +311,7 @@ def test_a_process_of_nixl_may_be_killed_at_any_moment(site: NixlSite, kills: in
             lends.clear()
             assert number % 2 or wrong or lends.wait(NIXL_S), "it lends no more"
             for process in (site.lends, site.reads):
-                pid = eventually(lambda process=process: process.pid, "it is not started anew")
+                pid = eventually(partial(getattr, process, "pid"), "it is not started anew")
                 time.sleep(float(random.random()) * 0.3)  # a moment like any other
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
