@@ -193,6 +193,12 @@ def _add_simulate(commands: Commands) -> None:
         metavar="TOKENS,…",
         help="tokens each instance prefills in a second (default 10000 each)",
     )
+    policies.add_argument(
+        "--change",
+        metavar="TIME:INSTANCE:WHAT,…",
+        help="what becomes of an instance, counted from 0, in the middle of each run: its speed or slots times a "
+        "number, or it is drained, such as 60:1:speed=0.25,60:2:slots=0.5,90:3:drain",
+    )
     _add_fetch(simulate)
 
 
@@ -601,6 +607,7 @@ def _compare_policies(arguments: argparse.Namespace) -> int:
     """`kvbm simulate --policy`."""
     _require_checkout("kvbm simulate --policy")
     from kvbm.bench.virtual_time import compare_policies
+    from kvbm.bench.virtual_time.changes import parse_changes
     from kvbm.bench.virtual_time.workloads import WORKLOADS
     from kvbm.workload.simulate import parse_pools
 
@@ -610,7 +617,8 @@ def _compare_policies(arguments: argparse.Namespace) -> int:
             f"--pools {arguments.pools!r}: --policy without --fetch compares with an HBM pool alone; give hbm=SLOTS"
         )
     options = _compare_options(arguments, tuple(WORKLOADS))
-    return compare_policies.main(options._replace(slots=pools["hbm"]), arguments.json)
+    changes = () if arguments.change is None else parse_changes(arguments.change)
+    return compare_policies.main(options._replace(slots=pools["hbm"], changes=changes), arguments.json)
 
 
 def _compare_fetch(arguments: argparse.Namespace) -> int:

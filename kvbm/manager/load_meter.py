@@ -30,6 +30,12 @@ class LoadMeter:
         """
         return self._queue.per_s
 
+    def worked_off(self, tokens: int, elapsed_s: float) -> None:
+        """Instead of what `prefilled` finds of the queue, for an engine that sees prompts begin: so many tokens were
+        gone before the next of those that waited began.
+        """
+        self._queue.add(tokens, elapsed_s)
+
     def prefilled(self, tokens: int, compute_s: float, elapsed_s: float | None = None) -> None:
         """The engine has computed tokens of prompts.
 

@@ -973,3 +973,21 @@ def test_a_heartbeat_tells_how_quickly_the_engine_computes_prompts(
         scheduler.plan(scheduled, sum(scheduled.values()), ())
         at_s += took_s
     assert engine.manager.heartbeat(ORIGIN).prefill_tokens_per_s == pytest.approx(2000.0)
+
+
+def test_a_heartbeat_tells_how_quickly_the_engine_works_off_its_queue(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_s = 100.0
+    scheduler = engine.scheduler
+    monkeypatch.setattr(scheduler, "_clock", lambda: at_s)
+    waiting = [Request(list(range(first, first + 12))) for first in (0, 100, 200)]
+    for request in waiting:
+        engine.ask(request)
+    assert scheduler.requests.queued_tokens == 36
+    for request in waiting:  # one begins in each step, and the next one waits for it
+        engine.admit(request, 0, 0)
+        scheduler.plan({request.request_id: 12}, 12, ())
+        at_s += 0.5
+    assert engine.manager.heartbeat(ORIGIN).queue_tokens_per_s == pytest.approx(24.0)
+    assert scheduler.requests.queued_tokens == 0

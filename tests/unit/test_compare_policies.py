@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.bench.virtual_time.block_pool import BlockPool
+from kvbm.bench.virtual_time.changes import Change, What, parse_changes
 from kvbm.bench.virtual_time.compare_policies import (
     CompareOptions,
     PolicyComparison,
@@ -143,6 +144,74 @@ def test_a_policy_gives_the_same_for_the_same_seed_and_serves_everybody(policy: 
     assert (len(once.ttft_s), sum(once.requests)) == (300, 300)
     assert once.blocks == sum(len(one.blocks) for one in asked)
     assert 0 < once.hits < once.blocks
+
+
+# -- what changes meanwhile ------------------------------------------------------------------------------------------
+
+
+def test_an_instance_that_slows_down_computes_what_comes_then_more_slowly() -> None:
+    asked = [request(1, at_s=0.0), request(2, at_s=10.0, number=1)]
+    slower = (Change(5.0, 0, What.SPEED, 0.25),)
+    assert PolicyComparison(first, [512.0], 50, changes=slower).run(asked).ttft_s == pytest.approx([1.0, 4.0])
+
+
+def test_a_pool_that_shrinks_keeps_what_is_pinned_and_then_evicts() -> None:
+    pool = BlockPool(4)
+    assert pool.acquire((1, 2)) == 0 and pool.acquire((3,)) == 0
+    pool.create((1, 2))
+    pool.create((3,))
+    pool.unpin((3,))
+    pool.resize(1)
+    assert (pool.depth((1, 2)), pool.depth((3,))) == (2, 0)
+    pool.unpin((1, 2))
+    assert pool.depth((1, 2)) == 1
+    assert pool.acquire((7, 8)) is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_routes_to_an_instance_that_is_drained(policy: str) -> None:
+    asked = requests_of(workload("tool-agents", "normal", 3, 300))
+    at_s = asked[100].at_s
+    outcome = run_policy(policy, asked, [10_000.0] * 3, 1_000, 5, [Change(at_s, 1, What.DRAIN)])
+    assert sum(outcome.requests) == len(outcome.ttft_s) == 300
+    later = sum(one.at_s <= at_s + 1.0 for one in asked)  # ours hears of it within a heartbeat
+    assert 0 < outcome.requests[1] <= later
+    whole = run_policy(policy, asked, [10_000.0] * 3, 1_000, 5)
+    assert outcome.requests[1] < whole.requests[1]
+
+
+def test_ours_learns_within_seconds_that_an_instance_is_slower() -> None:
+    asked = requests_of(workload("conversation", "normal", 9, 600))
+    slower = [Change(60.0, 0, What.SPEED, 0.25)]
+    ours = run_policy("kvbm", asked, [10_000.0] * 4, 4_000, 1, slower)
+    even = run_policy("kvbm", asked, [10_000.0] * 4, 4_000, 1)
+    assert ours.requests[0] < 0.75 * even.requests[0]
+
+
+def test_changes_are_read_as_they_are_written() -> None:
+    assert parse_changes("60:1:speed=0.25,61.5:0:slots=0.5,90:2:drain") == (
+        Change(60.0, 1, What.SPEED, 0.25),
+        Change(61.5, 0, What.SLOTS, 0.5),
+        Change(90.0, 2, What.DRAIN),
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "60", "60:1", "60:1:fast=2", "x:1:drain", "-1:1:drain", "nan:1:drain", "60:-1:drain", "60:1:drain=1"),
+        *("60:1:speed", "60:1:speed=0", "60:1:speed=nan", "60:1:slots=1e9", "60:1:drain,"),
+    ],
+)
+def test_what_is_no_change_is_refused_in_words(text: str) -> None:
+    with pytest.raises(ConfigError, match="--change"):
+        parse_changes(text)
+
+
+def test_changes_of_others_and_of_everybody_are_refused() -> None:
+    for text in ("60:3:drain", "1:0:drain,1:1:drain,1:2:drain"):
+        with pytest.raises(ConfigError, match="--change"):
+            main(SMALL._replace(changes=parse_changes(text)), None)
 
 
 # -- workloads --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbm.engines.vllm.step_meter import LEAST_TOKENS, StepMeter
+from kvbm.engines.vllm.step_meter import LEAST_TOKENS, QueueMeter, StepMeter
 
 DECODING = {f"d{number}": 1 for number in range(8)}
 PREFILL_S, DECODE_S = 0.5, 0.01
@@ -76,3 +76,50 @@ def test_it_says_when_the_rate_has_changed() -> None:
     steps = [{"p": PROMPT}, {"p": 1}, {"p": 1}, {"p": 1}]
     said = [meter.planned(scheduled, sum(scheduled.values()), float(at_s)) for at_s, scheduled in enumerate(steps)]
     assert said == [False, False, True, False]
+
+
+# -- the queue --------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_that_begin_are_gone_when_the_next_that_waited_begins() -> None:
+    meter = QueueMeter()
+    assert meter.tokens_per_s is None
+    assert not meter.planned(1_000, 3_000, 0.0)
+    assert meter.planned(2_000, 1_000, 0.5)  # the first took half a second
+    assert meter.tokens_per_s == pytest.approx(2_000.0)
+    assert meter.planned(1_000, 0, 1.5)
+    assert meter.tokens_per_s == pytest.approx(2_000.0)
+
+
+def test_a_time_in_which_nobody_waited_does_not_count() -> None:
+    meter = QueueMeter()
+    meter.planned(1_000, 0, 0.0)
+    assert not meter.follows
+    assert not meter.planned(1_000, 0, 3_600.0)
+    assert meter.tokens_per_s is None
+
+
+def test_steps_in_which_none_begins_are_part_of_the_time() -> None:
+    meter = QueueMeter()
+    meter.planned(4_000, 500, 0.0)
+    for at_s in (0.5, 1.0, 1.5):
+        assert not meter.planned(0, 500, at_s)
+    assert meter.planned(500, 0, 2.0)
+    assert meter.tokens_per_s == pytest.approx(2_000.0)
+
+
+def test_prompts_that_are_given_up_leave_no_time_to_measure() -> None:
+    meter = QueueMeter()
+    meter.planned(1_000, 500, 0.0)
+    meter.planned(0, 0, 0.5)  # who waited was given up
+    assert not meter.follows
+    assert not meter.planned(2_000, 0, 10.0)
+    assert meter.tokens_per_s is None
+
+
+def test_an_engine_that_slows_down_is_seen_in_seconds() -> None:
+    meter, at_s = QueueMeter(), 0.0
+    for took_s in [0.1] * 600 + [0.4] * 300:
+        meter.planned(1_000, 5_000, at_s)
+        at_s += took_s
+    assert meter.tokens_per_s is not None and 2_400 < meter.tokens_per_s < 3_200  # 10,000 before, 2,500 after

@@ -21,6 +21,11 @@ class BlockPool:
     def __contains__(self, block: int) -> bool:
         return block in self._pins or block in self._unpinned
 
+    def resize(self, slots: int) -> None:
+        """Have so many slots from now on. What is pinned beyond them stays until it is unpinned."""
+        self._slots = slots
+        self._evict()
+
     def depth(self, blocks: Sequence[int]) -> int:
         """How many blocks from the first on are held."""
         for index, block in enumerate(blocks):
@@ -46,8 +51,7 @@ class BlockPool:
         for block in blocks[:depth]:
             self._pin(block)
         self._written += missing
-        while len(self._pins) + len(self._unpinned) + self._written > self._slots:
-            self._unpinned.popitem(last=False)
+        self._evict()
         return depth
 
     def create(self, blocks: Sequence[int]) -> None:
@@ -65,6 +69,11 @@ class BlockPool:
             else:
                 del self._pins[block]
                 self._unpinned[block] = None
+        self._evict()  # the pool may have become smaller meanwhile
+
+    def _evict(self) -> None:
+        while self._unpinned and len(self._pins) + len(self._unpinned) + self._written > self._slots:
+            self._unpinned.popitem(last=False)
 
     def _pin(self, block: int) -> None:
         self._unpinned.pop(block, None)

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from kvbm.bench.measure import percentile
 from kvbm.bench.virtual_time.block_pool import ColderPool
+from kvbm.bench.virtual_time.changes import Change, What, check_changes
 from kvbm.bench.virtual_time.instance_model import InstanceModel, WorkloadRequest
 from kvbm.bench.virtual_time.policies import POLICIES, KvbmRouting, Policy
 from kvbm.bench.virtual_time.workloads import LOADS, WORKLOADS, check_workload, workload
@@ -42,6 +44,7 @@ class CompareOptions(NamedTuple):
         seeds: of the generated workloads and of policies that draw; a row is the mean over them.
         speeds: tokens each instance prefills in a second.
         slots: of each instance's HBM pool.
+        changes: of instances in the middle of each run.
     """
 
     policies: tuple[str, ...] = tuple(POLICIES)
@@ -52,6 +55,7 @@ class CompareOptions(NamedTuple):
     speeds: tuple[float, ...] = (PREFILL_TOKENS_PER_S,) * 4
     slots: int = 4_000
     trace: Path | None = None
+    changes: tuple[Change, ...] = ()
 
 
 class PolicyRow(msgspec.Struct, kw_only=True):
@@ -106,6 +110,7 @@ class PolicyComparison:
         policy: made from the instances.
         speeds: tokens each instance prefills in a second.
         colder: makes the pools of an instance's colder tiers.
+        changes: of instances while it runs.
     """
 
     def __init__(
@@ -114,6 +119,7 @@ class PolicyComparison:
         speeds: Sequence[float],
         slots: int,
         colder: Callable[[], Mapping[Tier, ColderPool]] = dict,
+        changes: Sequence[Change] = (),
     ) -> None:
         self.instances = [InstanceModel(slots, speed, colder()) for speed in speeds]
         self._policy = policy(self.instances)
@@ -123,6 +129,9 @@ class PolicyComparison:
         self._now_s = 0.0
         self._ttft_s: list[float] = []
         self._tokens: Counter[str] = Counter()
+        self._speeds, self._slots = speeds, slots
+        for change in changes:
+            self._later(change.at_s, partial(self._change, change))
 
     def run(self, requests: Sequence[WorkloadRequest]) -> PolicyOutcome:
         """Everything until the last first token."""
@@ -156,6 +165,17 @@ class PolicyComparison:
     def _later(self, delay_s: float, happen: Callable[[], None]) -> None:
         self._count += 1
         heapq.heappush(self._events, (self._now_s + delay_s, self._count, happen))
+
+    def _change(self, change: Change) -> None:
+        instance = self.instances[change.instance]
+        match change.what:
+            case What.SPEED:
+                instance.tokens_per_s = self._speeds[change.instance] * change.share
+            case What.SLOTS:
+                instance.pool.resize(max(1, round(self._slots * change.share)))
+                self._start(instance)
+            case What.DRAIN:
+                instance.is_drained = True
 
     def _arrive(self, request: WorkloadRequest) -> None:
         instance = self.instances[self._policy.choose(self._now_s, request)]
@@ -213,9 +233,10 @@ class PolicyComparison:
 
     def _prefilled(self, instance: InstanceModel, request: WorkloadRequest, in_hbm: int, missing: int) -> None:
         instance.pool.create(request.blocks[in_hbm:])
+        began_s = self._now_s if instance.busy is None else instance.busy[0]
         instance.busy = None
         instance.assigned_tokens -= missing
-        instance.meter.prefilled(missing, missing / instance.tokens_per_s)
+        instance.meter.prefilled(missing, self._now_s - began_s)  # its speed may have changed meanwhile
         instance.running += 1
         self._ttft_s.append(self._now_s - request.at_s)
         self._later(request.output_tokens * DECODE_TOKEN_S, lambda: self._ended(instance, request))
@@ -248,12 +269,18 @@ def requests_of(trace: Sequence[TraceRequest]) -> list[WorkloadRequest]:
 
 
 def run_policy(
-    name: str, requests: Sequence[WorkloadRequest], speeds: Sequence[float], slots: int, seed: int
+    name: str,
+    requests: Sequence[WorkloadRequest],
+    speeds: Sequence[float],
+    slots: int,
+    seed: int,
+    changes: Sequence[Change] = (),
 ) -> PolicyOutcome:
     """One policy on one workload."""
-    return PolicyComparison(lambda instances: POLICIES[name](instances, random.Random(seed)), speeds, slots).run(
-        requests
+    run = PolicyComparison(
+        lambda instances: POLICIES[name](instances, random.Random(seed)), speeds, slots, changes=changes
     )
+    return run.run(requests)
 
 
 def compare(options: CompareOptions, advance: Callable[[], None] = lambda: None) -> PolicyReport:
@@ -270,7 +297,9 @@ def compare(options: CompareOptions, advance: Callable[[], None] = lambda: None)
             for seed in options.seeds:
                 requests = requests_of(requests_for(options, name, load, seed))
                 for policy in options.policies:
-                    outcomes[policy].append(run_policy(policy, requests, options.speeds, options.slots, seed))
+                    outcomes[policy].append(
+                        run_policy(policy, requests, options.speeds, options.slots, seed, options.changes)
+                    )
                     advance()
             rows += rows_of(name, load, options.seeds, outcomes)
     return PolicyReport(
@@ -384,3 +413,4 @@ def check_options(options: CompareOptions) -> None:
         raise ConfigError(f"--requests {options.requests}: at least 1 is needed")
     if not options.speeds or not all(0 < speed < float("inf") for speed in options.speeds):
         raise ConfigError(f"--speeds {options.speeds}: one number above 0 for each instance is needed")
+    check_changes(options.changes, len(options.speeds))

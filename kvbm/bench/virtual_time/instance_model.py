@@ -38,6 +38,7 @@ class InstanceModel:
 
     Attributes:
         tokens_per_s: what it prefills in a second.
+        is_drained: it is given no new requests.
         pool: its HBM pool.
         queue: requests that wait, with the tokens that were missing when they came.
         waiting_tokens: of those.
@@ -52,6 +53,7 @@ class InstanceModel:
 
     def __init__(self, slots: int, tokens_per_s: float, colder: Mapping[Tier, ColderPool] | None = None) -> None:
         self.tokens_per_s = tokens_per_s
+        self.is_drained = False
         self.pool = BlockPool(slots)
         self.colder = dict(colder or {})
         self.queue: deque[tuple[WorkloadRequest, int]] = deque()

@@ -13,6 +13,7 @@ Sources, written anew from their documents:
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
@@ -53,10 +54,10 @@ class RandomPolicy:
     """Anybody."""
 
     def __init__(self, instances: Sequence[InstanceModel], rng: random.Random) -> None:
-        self._count, self._rng = len(instances), rng
+        self._instances, self._rng = instances, rng
 
     def choose(self, now_s: float, request: WorkloadRequest) -> int:
-        return self._rng.randrange(self._count)
+        return least([0.0 if not instance.is_drained else math.inf for instance in self._instances], self._rng)
 
 
 class PrefixAndLoad:
@@ -69,6 +70,8 @@ class PrefixAndLoad:
         return least([self._cost(now_s, request, instance) for instance in self._instances], self._rng)
 
     def _cost(self, now_s: float, request: WorkloadRequest, instance: InstanceModel) -> float:
+        if instance.is_drained:
+            return math.inf
         missing = len(request.blocks) - instance.depth(request.blocks)
         return BASELINE_WEIGHT * missing + instance.queued_tokens(now_s) / TRACE_BLOCK_TOKENS
 
@@ -85,6 +88,8 @@ class DynamoCost:
         return least([self._cost(request, instance) for instance in self._instances], self._rng)
 
     def _cost(self, request: WorkloadRequest, instance: InstanceModel) -> float:
+        if instance.is_drained:
+            return math.inf
         missing = request.input_tokens - instance.depth(request.blocks) * TRACE_BLOCK_TOKENS
         prefill_blocks = (instance.assigned_tokens + missing) / TRACE_BLOCK_TOKENS
         decode_blocks = len(instance.active) + sum(block not in instance.active for block in request.blocks)
@@ -98,10 +103,14 @@ class LlmdScore:
         self._instances, self._rng = instances, rng
 
     def choose(self, now_s: float, request: WorkloadRequest) -> int:
-        queues = [len(instance.queue) for instance in self._instances]
+        queues = [len(instance.queue) for instance in self._instances if not instance.is_drained]
         shortest, longest = min(queues), max(queues)
         costs = []
-        for instance, queue in zip(self._instances, queues, strict=True):
+        for instance in self._instances:
+            if instance.is_drained:
+                costs.append(math.inf)
+                continue
+            queue = len(instance.queue)
             prefix = instance.depth(request.blocks) / max(1, len(request.blocks))
             short = (longest - queue) / (longest - shortest) if longest > shortest else 1.0
             costs.append(
@@ -166,9 +175,11 @@ class KvbmRouting:
         return min(self._next_s)
 
     def hear(self, now_s: float) -> None:
-        """Heartbeats that are due now."""
+        """Heartbeats that are due now; an instance that is drained is routed to no more once it has said so."""
         for number, due_s in enumerate(self._next_s):
             if due_s <= now_s:
+                if self._instances[number].is_drained and self._names[number] in self._candidates:
+                    self._router.remove(self._candidates, self._names[number])
                 self._router.hear(self._names[number], LastHeartbeat(self._heartbeat(now_s, number), now_s))
                 self._next_s[number] += HEARTBEAT_S
 

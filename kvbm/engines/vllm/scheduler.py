@@ -37,7 +37,7 @@ from kvbm.engines.vllm.ranks import Ranks
 from kvbm.engines.vllm.reach import ABSENT
 from kvbm.engines.vllm.requests import GroupNamespace, KvGroup, Requests
 from kvbm.engines.vllm.roles import EngineRole
-from kvbm.engines.vllm.step_meter import LEAST_TOKENS, StepMeter
+from kvbm.engines.vllm.step_meter import LEAST_TOKENS, QueueMeter, StepMeter
 from kvbm.engines.vllm.store_planner import StorePlanner, StoreRules
 from kvbm.engines.vllm.tier_events import ExtraKeys, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager
@@ -111,6 +111,8 @@ class Scheduler:
         self._touches: Touches = last_touches(manager.pools.slots[Tier.HBM].slots)
         self._running = 0
         self._meter = StepMeter()
+        self._queue_meter = QueueMeter()
+        self._begun = 0  # tokens of prompts that have begun since the last step
         self._counters = _Counters(0, 0, 0, 0, 0)
         self._gauges: dict[str, int] = {}  # as they were reported last
         self._report_at_s = 0.0
@@ -168,6 +170,7 @@ class Scheduler:
             block_ids: of the request, by vLLM's group.
         """
         state = self.requests.state_of(request)
+        self._begun += state.queued_tokens
         self.requests.unqueue(state)
         self.stores.look_in(state, 1)
         self.loads.begin(state, block_ids, tokens)
@@ -238,9 +241,15 @@ class Scheduler:
         is_measured = False
         if self._meter.waits or tokens - len(scheduled) >= LEAST_TOKENS:
             is_measured = self._meter.planned(scheduled, tokens, self._clock())
+        if self._begun or self._queue_meter.follows:
+            queued = self.requests.queued_tokens
+            is_measured |= self._queue_meter.planned(self._begun, queued, self._clock())
+            self._begun = 0
         if is_measured or len(scheduled) != self._running:
             self._running = len(scheduled)
-            self.manager.report_load(self.requests.queued_tokens, self._running, self._meter.tokens_per_s)
+            self.manager.report_load(
+                self.requests.queued_tokens, self._running, self._meter.tokens_per_s, self._queue_meter.tokens_per_s
+            )
 
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], is_answered: bool = False

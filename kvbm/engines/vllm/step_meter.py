@@ -1,4 +1,6 @@
-"""How quickly the engine computes prompts, measured by the scheduler from when its steps follow each other."""
+"""How quickly the engine computes prompts, and how quickly it works off its queue, measured by the scheduler from when
+its steps follow each other.
+"""
 
 from __future__ import annotations
 
@@ -59,4 +61,44 @@ class StepMeter:
             prompts = sum(count for count in scheduled.values() if count > _DECODED)
             self._tokens = prompts if prompts >= max(LEAST_TOKENS, tokens / 2) else 0
         self.waits = bool(self._tokens) or self._waited is not None
+        return is_changed
+
+
+class QueueMeter:
+    """Prompt tokens that are worked off the queue in a second. One thread; told of each step as it is planned.
+
+    Whole prompts count, as `Requests.queued_tokens` counts those that wait: what is found of them in a cache is worked
+    off, too. The prompts that begin in one step are gone when the next that waited begins; a time in which none
+    waited says nothing of how quickly others would have followed.
+
+    Attributes:
+        follows: whether prompts waited behind those that have begun last.
+    """
+
+    def __init__(self) -> None:
+        self._meter = LoadMeter()
+        self._tokens = 0
+        self._at_s = 0.0
+        self.follows = False
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """None before the first."""
+        return self._meter.queue_tokens_per_s or None
+
+    def planned(self, begun: int, queued: int, now_s: float) -> bool:
+        """Take in a step; one in which none begins matters only where `follows`.
+
+        Args:
+            begun: tokens of the prompts that begin in it. queued: of those that still wait.
+        Returns: whether `tokens_per_s` may have changed.
+        """
+        is_changed = bool(begun) and self.follows
+        if is_changed:
+            self._meter.worked_off(self._tokens, now_s - self._at_s)
+        if begun:
+            self._tokens, self._at_s = begun, now_s
+            self.follows = queued > 0
+        elif not queued:
+            self.follows = False  # those that waited were given up
         return is_changed
