@@ -24,22 +24,31 @@ from kvbm.assembly import (
 )
 from kvbm.catalog_cli import catalog_main
 from kvbm.command_line import (
+    CommandParser,
     Commands,
     add_command,
+    add_completion,
+    add_json,
+    add_report,
     add_settings,
-    configure_logs,
+    apply_logs,
     count_between,
     read_settings,
+    reads,
     run_command,
+    say_completion,
     seconds,
     settings_of,
+    start_logs,
     write_out,
 )
-from kvbm.config import default_lines
+from kvbm.config import default_lines, defaults
 from kvbm.core.errors import ConfigError
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.parts import PartedCatalog
-from kvbm.terminal import say
+from kvbm.reports import words_aside
+from kvbm.terminal import as_json, say, say_error
+from kvbm_ledger.hang_ups import HANG_UPS
 
 if TYPE_CHECKING:
     from kvbm.bench.virtual_time.compare_policies import CompareOptions
@@ -53,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return catalog_main(arguments[1:])
     if arguments[:1] == ["replay"]:
         return replay_main(arguments[1:])
-    parser = argparse.ArgumentParser(
+    return run_command(_dispatch, kvbm_parser().parse_args(arguments), "kvbm")
+
+
+def kvbm_parser() -> argparse.ArgumentParser:
+    """What `kvbm` takes."""
+    parser: argparse.ArgumentParser = CommandParser(
         prog="kvbm",
         description="An event-sourced lifecycle manager for the KV-cache blocks of LLM inference.",
         epilog="`kvbm COMMAND --help` says more. A command returns 0 when all is well, 1 when a check failed, 2 when "
@@ -73,8 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("replay", help="same as kvbm-replay: what a stream of events says, and whether it is true")
     _add_permissions(commands)
     _add_keys(commands)
-    add_command(commands, "settings", "print every setting with its default, as TOML")
-    return run_command(_dispatch, parser.parse_args(arguments), "kvbm")
+    add_json(add_command(commands, "settings", "print every setting with its default, as TOML"))
+    add_completion(commands, "kvbm")
+    return parser
 
 
 def _add_bridge(commands: Commands) -> None:
@@ -97,7 +112,11 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
     from kvbm.replay.cli import main as replay
     from kvbm.workload.trace import read_trace
 
-    configure_logs()
+    try:
+        start_logs()
+    except ConfigError as error:
+        say_error("kvbm-replay", error)
+        return 2
     parts = Parts(
         NATIVE,
         NATIVE_FOLD,
@@ -122,7 +141,7 @@ def _add_demo(commands: Commands) -> None:
         "fails",
         "kvbm demo --json demo.json --keep demo-files",
     )
-    demo.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add_report(demo)
     demo.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep journals, pools and logs in this folder, which must be new"
     )
@@ -160,7 +179,7 @@ def _add_simulate(commands: Commands) -> None:
         "hbm=4000; "
         "with --fetch hbm=1000,host=4000, and object=SLOTS of a store that all share)",
     )
-    simulate.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add_report(simulate)
     policies = simulate.add_argument_group(
         "compare ways of routing, in virtual time, without bytes and servers; needs a checkout"
     )
@@ -331,7 +350,7 @@ def _add_bench(commands: Commands) -> None:
         "environment",
     )
     bench.add_argument("--endpoint", default="", metavar="URL", help="of --s3, where it is not Amazon's")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
+    add_report(bench)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -380,6 +399,7 @@ def _add_probe(commands: Commands) -> None:
     probe.add_argument(
         "--wait", type=seconds, default=0.0, metavar="S", help="ask again for so many seconds (default: once)"
     )
+    add_json(probe)
     add_settings(probe)
 
 
@@ -504,9 +524,15 @@ def _add_keys(commands: Commands) -> None:
         metavar="NAME",
         help="of the new key; older ones stay, and open what they sealed (default 1)",
     )
+    add_json(keys)
 
 
 def _dispatch(arguments: argparse.Namespace) -> int:
+    with words_aside(getattr(arguments, "json", None)):
+        return _done(arguments)
+
+
+def _done(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "demo":
             from kvbm.workload.processes import CATALOG_MODULES, STORE_MODULES, require_modules
@@ -536,7 +562,9 @@ def _dispatch(arguments: argparse.Namespace) -> int:
             from kvbm.pools.tenant_keys import add_key
 
             add_key(arguments.file, arguments.tenant, arguments.name)
-            say(f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}")
+            made = {"file": str(arguments.file), "tenant": arguments.tenant, "key": arguments.name}
+            words = f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}"
+            say(as_json(made) if arguments.json else words)
             return 0
         case "bench":
             _require_checkout("kvbm bench")
@@ -566,11 +594,14 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         case "probe":
             from kvbm.workload import probe
 
-            return probe.main(arguments.url, arguments.wait, settings_of(arguments))
+            return probe.main(arguments.url, arguments.wait, settings_of(arguments), arguments.json)
         case "bridge":
             from kvbm.assembly.bridge import run_bridge
+            from kvbm.assembly.reload import Reloads, takes_logs
 
-            return run_bridge(settings_of(arguments))
+            HANG_UPS.install()  # as the program has done, where it was started by that
+            settings = settings_of(arguments)
+            return run_bridge(settings, reloads=Reloads(settings, reads(arguments), takes_logs, apply_logs))
         case "nats-permissions":
             return _print_permissions(arguments)
         case "engine":
@@ -580,8 +611,10 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
             worker = WorkerSettings(threads=arguments.threads, weights_path=arguments.weights)
             return serve(settings, worker)
+        case "completion":
+            return say_completion(kvbm_parser(), arguments)
         case _:
-            say(*default_lines())
+            say(*([as_json(defaults())] if arguments.json else default_lines()))
             return 0
 
 
