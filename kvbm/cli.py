@@ -22,7 +22,7 @@ from kvbm.assembly import (
     decode_columns,
     kvbm_version,
 )
-from kvbm.catalog_cli import catalog_main
+from kvbm.catalog_cli import catalog_main, catalog_parser
 from kvbm.command_line import (
     CommandParser,
     Commands,
@@ -89,6 +89,17 @@ def kvbm_parser() -> argparse.ArgumentParser:
     _add_keys(commands)
     add_json(add_command(commands, "settings", "print every setting with its default, as TOML"))
     add_completion(commands, "kvbm")
+    return parser
+
+
+def _whole_parser() -> argparse.ArgumentParser:
+    """What `kvbm` takes, with what `kvbm catalog` and `kvbm replay` hand on."""
+    from kvbm.replay.cli import replay_parser
+
+    parser = kvbm_parser()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            action.choices.update({"catalog": catalog_parser(), "replay": replay_parser(kvbm_version())})
     return parser
 
 
@@ -612,7 +623,7 @@ def _done(arguments: argparse.Namespace) -> int:
             worker = WorkerSettings(threads=arguments.threads, weights_path=arguments.weights)
             return serve(settings, worker)
         case "completion":
-            return say_completion(kvbm_parser(), arguments)
+            return say_completion(_whole_parser(), arguments)
         case _:
             say(*([as_json(defaults())] if arguments.json else default_lines()))
             return 0

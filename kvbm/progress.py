@@ -22,6 +22,11 @@ def allow_bars(yes: bool) -> None:
     _allowed[0] = yes
 
 
+def bars_are_shown() -> bool:
+    """Whether they may be, and standard error, where they go, is a terminal."""
+    return _allowed[0] and _is_terminal()
+
+
 class Watch:
     """Once work has taken a second and standard error is a terminal, a bar shows how far it is. A context manager.
 
@@ -40,7 +45,7 @@ class Watch:
         self._name = name
         self._done = 0
         self._steps = 0
-        self.shows = _allowed[0] and _is_terminal()
+        self.shows = bars_are_shown()
         self._began_s = time.monotonic()
         self._lock = threading.Lock()  # held while the bar begins or ends
         self._has_ended = False

@@ -95,6 +95,7 @@ def _goes_on(goes_on: Callable[[], bool], reloads: Reloads | None, manager: Serv
         manager.reloading()
         reloads.reload()
         manager.ready(f"{sources} sources")
+    manager.alive_if_due()
     return goes_on()
 
 

@@ -31,6 +31,7 @@ from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import ObjectStore
+from kvbm.progress import Watch
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 from kvbm.streams.nats.permissions import Role
@@ -218,7 +219,8 @@ def _gc_once(
         )
         opened.callback(driver.close)
         holder = f"{me} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
-        report = run_once(Janitor(pool, holder, run, rules, dry_run), driver, clocks.monotonic_s)
+        with Watch(f"objects of {pool}"):
+            report = run_once(Janitor(pool, holder, run, rules, dry_run), driver, clocks.monotonic_s)
         log.info("gc.completed", pool=pool, claimed=report.found, deleted=report.deleted, kept=report.kept)
         return report
 

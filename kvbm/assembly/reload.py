@@ -31,7 +31,8 @@ class Reloads:
     Args:
         settings: as it has started.
         read: reads them again. Raises ConfigError.
-        takes: whether a key, such as "catalog.limits.burst", is taken while it runs, by the value before and the new one.
+        takes: whether a key, such as "catalog.limits.burst", is taken while it runs, by its value before and the new
+            one.
         on_taken: called with settings that were taken; it does not fail.
 
     Attributes:

@@ -182,9 +182,9 @@ def main(argv: Sequence[str], parts: Parts) -> int:
         parts: what to run on, unless --reference is given.
     Returns: 0, 1 with findings, 2 when the input cannot be used.
     """
-    arguments = _parser(parts).parse_args(argv)
+    arguments = replay_parser(parts.version).parse_args(argv)
     if arguments.command == "completion":
-        say_text(completion(_parser(parts), arguments.shell))
+        say_text(completion(replay_parser(parts.version), arguments.shell))
         return 0
     allow_bars(not (arguments.quiet or arguments.json is not None))
     if getattr(arguments, "reference", False) and parts.readable is not None:
@@ -206,7 +206,8 @@ def main(argv: Sequence[str], parts: Parts) -> int:
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _parser(parts: Parts) -> argparse.ArgumentParser:
+def replay_parser(version: str) -> argparse.ArgumentParser:
+    """What `kvbm-replay` takes."""
     layout = argparse.RawDescriptionHelpFormatter
     examples = "".join(f"\n  {command.examples.splitlines()[0]}" for command in _COMMANDS.values())
     parser = argparse.ArgumentParser(
@@ -215,7 +216,7 @@ def _parser(parts: Parts) -> argparse.ArgumentParser:
         epilog=f"{_SOURCES}\nexamples:{examples}\n{_ENDS}\n`kvbm-replay COMMAND --help` says more.",
         formatter_class=layout,
     )
-    parser.add_argument("--version", action="version", version=f"kvbm-replay {parts.version}")
+    parser.add_argument("--version", action="version", version=f"kvbm-replay {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     made = {}
     for name, (about, shown, ends) in _COMMANDS.items():
