@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.accounts_cli import add_keys, add_permissions, make_key, print_permissions
 from kvbm.assembly import (
     NATIVE,
     NATIVE_AGES,
@@ -40,7 +40,6 @@ from kvbm.command_line import (
     seconds,
     settings_of,
     start_logs,
-    write_out,
 )
 from kvbm.config import default_lines, defaults
 from kvbm.core.errors import ConfigError
@@ -85,8 +84,8 @@ def kvbm_parser() -> argparse.ArgumentParser:
     _add_bridge(commands)
     commands.add_parser("catalog", help="same as kvbm-catalog: the cluster-wide view of which block lies where")
     commands.add_parser("replay", help="same as kvbm-replay: what a stream of events says, and whether it is true")
-    _add_permissions(commands)
-    _add_keys(commands)
+    add_permissions(commands)
+    add_keys(commands)
     add_json(add_command(commands, "settings", "print every setting with its default, as TOML"))
     add_completion(commands, "kvbm")
     return parser
@@ -449,95 +448,6 @@ def _thread_count(text: str) -> int:
     return int(text)
 
 
-def _add_permissions(commands: Commands) -> None:
-    permissions = add_command(
-        commands,
-        "nats-permissions",
-        "print the accounts of the catalog and everybody named for nats-server's configuration; makes keys where there "
-        "are none",
-        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 --janitor gc-0 --out "
-        "accounts.conf",
-    )
-    permissions.add_argument(
-        "--cluster", default="local", metavar="NAME", help="its name, as instance.cluster (default local)"
-    )
-    permissions.add_argument(
-        "--keys",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="folder of the seeds, each the nats.nkey_seed of its owner: catalog.nk, instance-NAME.nk, janitor-NAME.nk "
-        "and so on. "
-        "Keep it: it says which account is whose",
-    )
-    for role, words in (
-        ("instance", "an instance's name, as instance.id"),
-        ("janitor", "the name of a `kvbm-catalog gc`, as gc.id"),
-        ("replay", "a name for somebody who reads with kvbm-replay"),
-        ("operator", "a name for somebody who erases"),
-        ("replica", "a name for a replica of the catalog, in a router's process"),
-        ("router", "a caller of the catalog over NATS, as [[nats]] of the file of callers names it"),
-    ):
-        permissions.add_argument(
-            f"--{role}", action="append", default=[], metavar="NAME", help=f"{words}; may be given several times"
-        )
-    permissions.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="put them into this file in one step, instead of printing them; an error leaves the file as it was",
-    )
-    permissions.add_argument(
-        "--spare",
-        type=_small_count,
-        default=8,
-        metavar="N",
-        help="accounts for users to come: nats-server lends nothing to an account that a reload makes (default 8)",
-    )
-    permissions.add_argument(
-        "--renew",
-        action="append",
-        default=[],
-        metavar="USER",
-        help="make a second key, such as instance-gpu-0.next.nk for instance-gpu-0; the server permits both",
-    )
-    permissions.add_argument(
-        "--retire", action="append", default=[], metavar="USER", help="the second key replaces the first one"
-    )
-    permissions.add_argument(
-        "--overlap",
-        type=seconds,
-        default=86400.0,
-        metavar="S",
-        help="for how long a user is meant to have two keys; it is said until when (default 86400)",
-    )
-
-
-def _add_keys(commands: Commands) -> None:
-    keys = add_command(
-        commands,
-        "keys",
-        "give a tenant a new current key in a file of keys, as pools.object.keys; the file is made if it is not there",
-        "kvbm keys keys.toml --tenant acme --name 2026-11",
-    )
-    keys.add_argument(
-        "file",
-        type=Path,
-        metavar="FILE",
-        help="readable to its owner alone, who must be you; keep a copy where keys are kept",
-    )
-    keys.add_argument(
-        "--tenant", default="", metavar="NAME", help="whose objects; without it, those of namespaces without a tenant"
-    )
-    keys.add_argument(
-        "--name",
-        default="1",
-        metavar="NAME",
-        help="of the new key; older ones stay, and open what they sealed (default 1)",
-    )
-    add_json(keys)
-
-
 def _dispatch(arguments: argparse.Namespace) -> int:
     with words_aside(getattr(arguments, "json", None)):
         return _done(arguments)
@@ -570,13 +480,7 @@ def _done(arguments: argparse.Namespace) -> int:
                 arguments.json,
             )
         case "keys":
-            from kvbm.pools.tenant_keys import add_key
-
-            add_key(arguments.file, arguments.tenant, arguments.name)
-            made = {"file": str(arguments.file), "tenant": arguments.tenant, "key": arguments.name}
-            words = f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}"
-            say(as_json(made) if arguments.json else words)
-            return 0
+            return make_key(arguments)
         case "bench":
             _require_checkout("kvbm bench")
             from kvbm.bench import BenchOptions, FetchOptions, ObjectsOptions, PoolsOptions, run_bench
@@ -614,7 +518,7 @@ def _done(arguments: argparse.Namespace) -> int:
             settings = settings_of(arguments)
             return run_bridge(settings, reloads=Reloads(settings, reads(arguments), takes_logs, apply_logs))
         case "nats-permissions":
-            return _print_permissions(arguments)
+            return print_permissions(arguments)
         case "engine":
             settings = settings_of(arguments)  # first, because torch takes seconds to load
             from kvbm.demo.engine.worker import WorkerSettings
@@ -688,26 +592,6 @@ def _compare_options(arguments: argparse.Namespace, workloads: tuple[str, ...]) 
         speeds=arguments.speeds or (PREFILL_TOKENS_PER_S,) * arguments.instances,
         trace=arguments.trace,
     )
-
-
-def _print_permissions(arguments: argparse.Namespace) -> int:
-    from kvbm.streams.nats.key_folder import KeyChange, print_accounts
-    from kvbm.streams.nats.permissions import Role
-
-    named = (Role.INSTANCE, Role.JANITOR, Role.REPLAY, Role.OPERATOR, Role.ROUTER, Role.REPLICA)
-    wanted = [(role, name) for role in named for name in getattr(arguments, str(role))]
-    change = KeyChange(arguments.renew, arguments.retire, arguments.overlap, arguments.spare)
-
-    def put(text: str) -> None:
-        if arguments.out is None:
-            say(*text.removesuffix("\n").split("\n"))
-        else:
-            write_out(arguments.out, text, is_secret=False)  # nats-server may run as another user
-
-    printed = print_accounts(arguments.keys, arguments.cluster, wanted, change, time.time(), put)
-    for remark in printed.remarks:
-        say(f"kvbm: {remark}", to=sys.stderr)
-    return 0
 
 
 def _replay_catalog(url: str, config: Path | None, sets: Sequence[str]) -> CatalogClient | PartedCatalog:

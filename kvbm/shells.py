@@ -27,4 +27,5 @@ def _name_files(parser: argparse.ArgumentParser) -> None:
             for one in action.choices.values():
                 _name_files(one)
         elif action.type is Path or action.metavar in ("FILE", "SOURCE", "DIR", "FOLDER", "PROMPT"):
-            action.complete = shtab.DIRECTORY if action.metavar in ("DIR", "FOLDER") else shtab.FILE  # type: ignore[attr-defined]
+            what = shtab.DIRECTORY if action.metavar in ("DIR", "FOLDER") else shtab.FILE
+            action.complete = what  # type: ignore[attr-defined]

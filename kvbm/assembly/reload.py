@@ -67,17 +67,17 @@ class Reloads:
         changed = [*new.changed, *(key for key in more if key not in new.changed)]
         if new.restart:
             log.warning(
-                "config.reloaded",
+                "settings.reloaded",
                 changed=changed,
                 needs_restart=new.restart,
                 remedy="restart for what needs_restart names",
             )
         else:
-            log.info("config.reloaded", changed=changed, needs_restart=[])
+            log.info("settings.reloaded", changed=changed, needs_restart=[])
 
     def keep(self, why: object) -> None:
         """Say that all is as before."""
-        log.error("config.kept", why=str(why), remedy="all is as before; correct it, then send SIGHUP again")
+        log.error("settings.kept", why=str(why), remedy="all is as before; correct it, then send SIGHUP again")
 
     def reload(self, check: Callable[[Settings], None] = lambda settings: None) -> None:
         """Look, and take what is right: for a command whose parts read the settings themselves.

@@ -415,17 +415,17 @@ def test_the_command_works_on_a_bucket_and_can_be_interrupted(
                 assert going.stdout is not None and going.stderr is not None and going.stdout.readline()
                 config.write_text("[gc]\nevery_s = 0\n")
                 going.send_signal(signal.SIGHUP)  # between two runs
-                until("config.kept", going.stderr)
+                until("settings.kept", going.stderr)
                 config.write_text("[gc]\nevery_s = 0.1\n[log]\nlevel = 'debug'\n")
                 going.send_signal(signal.SIGHUP)
-                assert "gc.every_s" in until("config.reloaded", going.stderr)
+                assert "gc.every_s" in until("settings.reloaded", going.stderr)
                 until("gc.completed", going.stderr)  # it does not wait for the hour that was set before
                 going.send_signal(signal.SIGTERM)
                 assert going.wait(WAIT_S) == 130
             finally:
                 going.kill()
         assert is_free()
-        with subprocess.Popen([*command, "--every", "3600", "--set=gc.quota_bytes=1"]) as going:
+        with subprocess.Popen([*command, "--every", "3600", "--set=gc.quota_bytes=1"], text=True) as going:
             try:
                 eventually(lambda: names_in(store, WITHDRAWN_PREFIX), "nothing was withdrawn", timeout_s=WAIT_S)
                 assert main(words) == 0

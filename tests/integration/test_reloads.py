@@ -215,7 +215,7 @@ def test_a_catalog_takes_what_is_right_whole_or_not_at_all_and_tells_the_service
         except urllib.error.HTTPError as error:
             return error.code
 
-    assert service.logged("config.reloaded")["changed"] == []  # what came while it started was not lost, nor the end
+    assert service.logged("settings.reloaded")["changed"] == []  # what came while it started was not lost, nor the end
     assert service.told("READY=1").startswith("READY=1\nSTATUS=serving")
     assert status("/readyz", token) == 200
     service.told("WATCHDOG=1")
@@ -230,7 +230,7 @@ def test_a_catalog_takes_what_is_right_whole_or_not_at_all_and_tells_the_service
     for _ in range(20):
         service.hang_up()
     os.kill(service.process.pid, signal.SIGCONT)
-    line = service.logged("config.reloaded", 2)
+    line = service.logged("settings.reloaded", 2)
     assert re.search(r"^MONOTONIC_USEC=\d+$", service.told("RELOADING=1"), re.MULTILINE)
     service.told("READY=1")
     assert (line["level"], line["needs_restart"]) == ("warning", ["catalog.listen"])
@@ -259,10 +259,10 @@ def test_a_catalog_takes_what_is_right_whole_or_not_at_all_and_tells_the_service
             "is cut off|is not TOML",
         ),
     ):
-        count = sum(one["event"] == "config.kept" for one in changed()) + 1
+        count = sum(one["event"] == "settings.kept" for one in changed()) + 1
         damage()
         service.hang_up()
-        kept = service.logged("config.kept", count)
+        kept = service.logged("settings.kept", count)
         assert re.search(why, kept["why"]) and "send SIGHUP again" in kept["remedy"], (name, kept)
         assert "the settings are as before" in service.told("READY=1")
         assert presented(port, ca.cert)
@@ -277,13 +277,13 @@ def test_a_catalog_takes_what_is_right_whole_or_not_at_all_and_tells_the_service
     last = add_token(access, NewToken("last", "operator"), time.time())
     write(burst=4000)
     service.hang_up()
-    line = service.logged("config.reloaded", sum(one["event"] == "config.reloaded" for one in changed()) + 1)
+    line = service.logged("settings.reloaded", sum(one["event"] == "settings.reloaded" for one in changed()) + 1)
     assert {"catalog.access", "catalog.limits.burst"} <= set(line["changed"]) and line["needs_restart"] == []
     assert (status("/v1/instances", last), status("/v1/instances", newer)) == (200, 401)
     write()
     config.write_text(config.read_text().replace(f'access = "{access}"\n', ""))
     service.hang_up()
-    line = service.logged("config.reloaded", sum(one["event"] == "config.reloaded" for one in changed()) + 1)
+    line = service.logged("settings.reloaded", sum(one["event"] == "settings.reloaded" for one in changed()) + 1)
     assert line["needs_restart"] == ["catalog.access"] and status("/v1/instances", "none") == 401
     service.end()
     service.told("STOPPING=1")
@@ -305,7 +305,7 @@ def test_a_catalog_whose_terminal_is_closed_ends_with_its_server(tmp_path: Path)
         assert time.monotonic() < until_s and select.select([terminal], [], [], WAIT_S)[0], said
         said += os.read(terminal, 1 << 16)
     os.kill(pid, signal.SIGHUP)  # while the terminal is there, it means the settings
-    while b"config.reloaded" not in said:
+    while b"settings.reloaded" not in said:
         assert time.monotonic() < until_s and select.select([terminal], [], [], WAIT_S)[0], said
         said += os.read(terminal, 1 << 16)
     os.close(terminal)
@@ -329,9 +329,9 @@ def test_a_bridge_takes_levels_and_names_the_rest(tmp_path: Path, start: Callabl
     service.told("WATCHDOG=1")
     write("debug", f"ipc://{tmp_path}/others")
     service.hang_up()
-    line = service.logged("config.reloaded")
+    line = service.logged("settings.reloaded")
     assert (line["changed"], line["needs_restart"]) == (["log.level"], ["bridge.sources.a.endpoint"])
     config.write_text("[log")
     service.hang_up()
-    assert "is not TOML" in service.logged("config.kept")["why"]
+    assert "is not TOML" in service.logged("settings.kept")["why"]
     service.end(130)

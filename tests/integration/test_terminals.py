@@ -109,7 +109,7 @@ def test_each_program_prints_a_script_for_each_shell(
 ) -> None:
     assert callable(program) and program(["completion", shell]) == 0
     script = capsys.readouterr().out
-    wanted = {main: "doctor", catalog_main: "serve", replay_main: "whatif"}[program]  # type: ignore[index]
+    wanted = {main: "doctor", catalog_main: "serve", replay_main: "whatif"}[program]
     assert wanted in script and ("--json" in script or "-l json" in script)
     if shell == "bash":
         subprocess.run(["bash", "-n"], input=script, text=True, timeout=WAIT_S, check=True)
