@@ -11,24 +11,47 @@ from pathlib import Path
 from kvbm.assembly import catalog_clients, kvbm_version
 from kvbm.catalog_questions import QUESTIONS, add_questions, ask
 from kvbm.command_line import (
+    CommandParser,
     Commands,
     add_command,
+    add_completion,
+    add_json,
     add_settings,
+    apply_logs,
     check_out,
     count_between,
+    reads,
     run_command,
+    say_completion,
     seconds,
     settings_of,
+    tell_error,
     write_out,
 )
 from kvbm.core.errors import ConfigError, JanitorBusyError
 from kvbm.core.ids import InstanceId
-from kvbm.terminal import say, say_error
+from kvbm.terminal import as_json, say
+from kvbm_ledger.hang_ups import HANG_UPS
 
 
 def catalog_main(argv: Sequence[str] | None = None) -> int:
     """The `kvbm-catalog` command."""
-    parser = argparse.ArgumentParser(
+    arguments = catalog_parser().parse_args(argv)
+    work = {
+        "serve": _serve_catalog,
+        "gc": _collect_garbage,
+        "forget": _forget_instance,
+        "token": _make_token,
+        "erase": _erase,
+        "completion": lambda arguments: say_completion(catalog_parser(), arguments),
+        **dict.fromkeys(QUESTIONS, ask),
+    }[arguments.command]
+    return run_command(work, arguments, "kvbm-catalog")
+
+
+def catalog_parser() -> argparse.ArgumentParser:
+    """What `kvbm-catalog` takes."""
+    parser: argparse.ArgumentParser = CommandParser(
         prog="kvbm-catalog",
         description="The cluster-wide view of which block lies where.",
         epilog="`kvbm-catalog COMMAND --help` says more. It returns 0 after a clean stop, 2 when it cannot start.",
@@ -84,19 +107,12 @@ It leaves the catalog's memory, its database, metrics and answers. What it has p
 found, and files and the archive have its events. An instance that is alive is not forgotten. One that comes back is
 asked for a snapshot."""
     forget.add_argument("instance", metavar="NAME", help="the instance's id")
+    add_json(forget)
     add_settings(forget)
     _add_token(commands)
     _add_erase(commands)
-    arguments = parser.parse_args(argv)
-    work = {
-        "serve": _serve_catalog,
-        "gc": _collect_garbage,
-        "forget": _forget_instance,
-        "token": _make_token,
-        "erase": _erase,
-        **dict.fromkeys(QUESTIONS, ask),
-    }[arguments.command]
-    return run_command(work, arguments, "kvbm-catalog")
+    add_completion(commands, "kvbm-catalog")
+    return parser
 
 
 def _add_erase(commands: Commands) -> None:
@@ -206,6 +222,7 @@ def _add_token(commands: Commands) -> None:
         metavar="FILE",
         help="put the token into this file, its owner's alone and never another user's, instead of printing it",
     )
+    add_json(token)
     add_settings(token)
 
 
@@ -222,10 +239,13 @@ def _make_token(arguments: argparse.Namespace) -> int:
         check_out(arguments.out)
     wanted = NewToken(arguments.name, arguments.role, arguments.tenant or None, arguments.expires, arguments.replace)
     token = add_token(path, wanted, time.time())
-    if arguments.out is None:
-        say(token)
-    else:
+    if arguments.out is not None:
         write_out(arguments.out, f"{token}\n")
+    if arguments.json:
+        made = {"access": str(path), "name": wanted.name} | ({} if arguments.out else {"token": token})
+        say(as_json(made))
+    elif arguments.out is None:
+        say(token)
     say(f"kvbm-catalog: {path} has its hash; the token is not kept and not shown again", to=sys.stderr)
     return 0
 
@@ -233,7 +253,8 @@ def _make_token(arguments: argparse.Namespace) -> int:
 def _erase(arguments: argparse.Namespace) -> int:
     from kvbm.assembly.erasure import run_erase
     from kvbm.erasure.command import EraseOptions, read_hashes
-    from kvbm.erasure.report import Line, as_json, as_words
+    from kvbm.erasure.report import Line, as_words
+    from kvbm.erasure.report import as_json as report_as_json
 
     if arguments.hashes and arguments.namespace is None:
         raise ConfigError("--hashes needs --namespace: a hash is of one namespace")
@@ -255,32 +276,44 @@ def _erase(arguments: argparse.Namespace) -> int:
         elif options.forget_catalog is not None:
             say(f"catalog {options.forget_catalog} is forgotten")
         else:
-            say(*(as_json if arguments.json else as_words)(number, lines).split("\n"))
+            say(*(report_as_json if arguments.json else as_words)(number, lines).split("\n"))
 
     return run_erase(settings_of(arguments), options, tell)
 
 
 def _serve_catalog(arguments: argparse.Namespace) -> int:
     from kvbm.assembly import run_catalog
+    from kvbm.assembly.catalog import catalog_takes
     from kvbm.assembly.erasure import catalog_companion
+    from kvbm.assembly.reload import Reloads
 
     if arguments.archive is not None:
         arguments.sets.append(f"catalog.archive={arguments.archive}")
-    return run_catalog(settings_of(arguments), catalog_companion)
+    HANG_UPS.install()  # as the program has done, where it was started by that
+    settings = settings_of(arguments)
+    return run_catalog(settings, catalog_companion, Reloads(settings, reads(arguments), catalog_takes, apply_logs))
 
 
 def _collect_garbage(arguments: argparse.Namespace) -> int:
     from kvbm.assembly import run_gc
-    from kvbm.janitor.report import as_json, as_words
+    from kvbm.assembly.reload import Reloads
+    from kvbm.janitor.report import as_json as report_as_json
+    from kvbm.janitor.report import as_words
 
     if arguments.every is not None:
         arguments.sets.append(f"gc.every_s={arguments.every}")
+    HANG_UPS.install()
     settings = settings_of(arguments)
-    words = as_json if arguments.json else as_words
+    reloads = None
+    if settings.gc.every_s:
+        reloads = Reloads(settings, reads(arguments), lambda *_: True, apply_logs)
+    else:
+        HANG_UPS.end_instead()
+    words = report_as_json if arguments.json else as_words
     try:
-        return run_gc(settings, arguments.dry_run, lambda report: say(*words(report).split("\n")))
+        return run_gc(settings, arguments.dry_run, lambda report: say(*words(report).split("\n")), reloads=reloads)
     except JanitorBusyError as error:
-        say_error("kvbm-catalog", error)
+        tell_error("kvbm-catalog", error)
         return 0
 
 
@@ -293,5 +326,6 @@ def _forget_instance(arguments: argparse.Namespace) -> int:
         client.forget(InstanceId(arguments.instance))
     finally:
         client.close()
-    say(f"instance {arguments.instance} is forgotten")
+    said = as_json({"instance": arguments.instance, "forgotten": True}) if arguments.json else ""
+    say(said or f"instance {arguments.instance} is forgotten")
     return 0

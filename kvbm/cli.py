@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvbm.accounts_cli import add_keys, add_permissions, make_key, print_permissions
 from kvbm.assembly import (
     NATIVE,
     NATIVE_AGES,
@@ -22,24 +22,32 @@ from kvbm.assembly import (
     decode_columns,
     kvbm_version,
 )
-from kvbm.catalog_cli import catalog_main
+from kvbm.catalog_cli import catalog_main, catalog_parser
 from kvbm.command_line import (
+    CommandParser,
     Commands,
     add_command,
+    add_completion,
+    add_json,
+    add_report,
     add_settings,
-    configure_logs,
+    apply_logs,
     count_between,
     read_settings,
+    reads,
     run_command,
+    say_completion,
     seconds,
     settings_of,
-    write_out,
+    start_logs,
 )
-from kvbm.config import default_lines
+from kvbm.config import default_lines, defaults
 from kvbm.core.errors import ConfigError
 from kvbm.locate.http import CatalogClient
 from kvbm.locate.parts import PartedCatalog
-from kvbm.terminal import say
+from kvbm.reports import words_aside
+from kvbm.terminal import as_json, say, say_error
+from kvbm_ledger.hang_ups import HANG_UPS
 
 if TYPE_CHECKING:
     from kvbm.bench.virtual_time.compare_policies import CompareOptions
@@ -53,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return catalog_main(arguments[1:])
     if arguments[:1] == ["replay"]:
         return replay_main(arguments[1:])
-    parser = argparse.ArgumentParser(
+    return run_command(_dispatch, kvbm_parser().parse_args(arguments), "kvbm")
+
+
+def kvbm_parser() -> argparse.ArgumentParser:
+    """What `kvbm` takes."""
+    parser: argparse.ArgumentParser = CommandParser(
         prog="kvbm",
         description="An event-sourced lifecycle manager for the KV-cache blocks of LLM inference.",
         epilog="`kvbm COMMAND --help` says more. A command returns 0 when all is well, 1 when a check failed, 2 when "
@@ -71,10 +84,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     _add_bridge(commands)
     commands.add_parser("catalog", help="same as kvbm-catalog: the cluster-wide view of which block lies where")
     commands.add_parser("replay", help="same as kvbm-replay: what a stream of events says, and whether it is true")
-    _add_permissions(commands)
-    _add_keys(commands)
-    add_command(commands, "settings", "print every setting with its default, as TOML")
-    return run_command(_dispatch, parser.parse_args(arguments), "kvbm")
+    add_permissions(commands)
+    add_keys(commands)
+    add_json(add_command(commands, "settings", "print every setting with its default, as TOML"))
+    add_completion(commands, "kvbm")
+    return parser
+
+
+def _whole_parser() -> argparse.ArgumentParser:
+    """What `kvbm` takes, with what `kvbm catalog` and `kvbm replay` hand on."""
+    from kvbm.replay.cli import replay_parser
+
+    parser = kvbm_parser()
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            action.choices.update({"catalog": catalog_parser(), "replay": replay_parser(kvbm_version())})
+    return parser
 
 
 def _add_bridge(commands: Commands) -> None:
@@ -97,7 +122,11 @@ def replay_main(argv: Sequence[str] | None = None) -> int:
     from kvbm.replay.cli import main as replay
     from kvbm.workload.trace import read_trace
 
-    configure_logs()
+    try:
+        start_logs()
+    except ConfigError as error:
+        say_error("kvbm-replay", error)
+        return 2
     parts = Parts(
         NATIVE,
         NATIVE_FOLD,
@@ -122,7 +151,7 @@ def _add_demo(commands: Commands) -> None:
         "fails",
         "kvbm demo --json demo.json --keep demo-files",
     )
-    demo.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add_report(demo)
     demo.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep journals, pools and logs in this folder, which must be new"
     )
@@ -160,7 +189,7 @@ def _add_simulate(commands: Commands) -> None:
         "hbm=4000; "
         "with --fetch hbm=1000,host=4000, and object=SLOTS of a store that all share)",
     )
-    simulate.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    add_report(simulate)
     policies = simulate.add_argument_group(
         "compare ways of routing, in virtual time, without bytes and servers; needs a checkout"
     )
@@ -337,7 +366,7 @@ def _add_bench(commands: Commands) -> None:
         "environment",
     )
     bench.add_argument("--endpoint", default="", metavar="URL", help="of --s3, where it is not Amazon's")
-    bench.add_argument("--json", type=Path, metavar="FILE", help="write the numbers as JSON")
+    add_report(bench)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -386,6 +415,7 @@ def _add_probe(commands: Commands) -> None:
     probe.add_argument(
         "--wait", type=seconds, default=0.0, metavar="S", help="ask again for so many seconds (default: once)"
     )
+    add_json(probe)
     add_settings(probe)
 
 
@@ -424,95 +454,12 @@ def _thread_count(text: str) -> int:
     return int(text)
 
 
-def _add_permissions(commands: Commands) -> None:
-    permissions = add_command(
-        commands,
-        "nats-permissions",
-        "print the accounts of the catalog and everybody named for nats-server's configuration; makes keys where there "
-        "are none",
-        "kvbm nats-permissions --cluster prod --keys keys --instance gpu-0 --instance gpu-1 --janitor gc-0 --out "
-        "accounts.conf",
-    )
-    permissions.add_argument(
-        "--cluster", default="local", metavar="NAME", help="its name, as instance.cluster (default local)"
-    )
-    permissions.add_argument(
-        "--keys",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="folder of the seeds, each the nats.nkey_seed of its owner: catalog.nk, instance-NAME.nk, janitor-NAME.nk "
-        "and so on. "
-        "Keep it: it says which account is whose",
-    )
-    for role, words in (
-        ("instance", "an instance's name, as instance.id"),
-        ("janitor", "the name of a `kvbm-catalog gc`, as gc.id"),
-        ("replay", "a name for somebody who reads with kvbm-replay"),
-        ("operator", "a name for somebody who erases"),
-        ("replica", "a name for a replica of the catalog, in a router's process"),
-        ("router", "a caller of the catalog over NATS, as [[nats]] of the file of callers names it"),
-    ):
-        permissions.add_argument(
-            f"--{role}", action="append", default=[], metavar="NAME", help=f"{words}; may be given several times"
-        )
-    permissions.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="put them into this file in one step, instead of printing them; an error leaves the file as it was",
-    )
-    permissions.add_argument(
-        "--spare",
-        type=_small_count,
-        default=8,
-        metavar="N",
-        help="accounts for users to come: nats-server lends nothing to an account that a reload makes (default 8)",
-    )
-    permissions.add_argument(
-        "--renew",
-        action="append",
-        default=[],
-        metavar="USER",
-        help="make a second key, such as instance-gpu-0.next.nk for instance-gpu-0; the server permits both",
-    )
-    permissions.add_argument(
-        "--retire", action="append", default=[], metavar="USER", help="the second key replaces the first one"
-    )
-    permissions.add_argument(
-        "--overlap",
-        type=seconds,
-        default=86400.0,
-        metavar="S",
-        help="for how long a user is meant to have two keys; it is said until when (default 86400)",
-    )
-
-
-def _add_keys(commands: Commands) -> None:
-    keys = add_command(
-        commands,
-        "keys",
-        "give a tenant a new current key in a file of keys, as pools.object.keys; the file is made if it is not there",
-        "kvbm keys keys.toml --tenant acme --name 2026-11",
-    )
-    keys.add_argument(
-        "file",
-        type=Path,
-        metavar="FILE",
-        help="readable to its owner alone, who must be you; keep a copy where keys are kept",
-    )
-    keys.add_argument(
-        "--tenant", default="", metavar="NAME", help="whose objects; without it, those of namespaces without a tenant"
-    )
-    keys.add_argument(
-        "--name",
-        default="1",
-        metavar="NAME",
-        help="of the new key; older ones stay, and open what they sealed (default 1)",
-    )
-
-
 def _dispatch(arguments: argparse.Namespace) -> int:
+    with words_aside(getattr(arguments, "json", None)):
+        return _done(arguments)
+
+
+def _done(arguments: argparse.Namespace) -> int:
     match arguments.command:
         case "demo":
             from kvbm.workload.processes import CATALOG_MODULES, STORE_MODULES, require_modules
@@ -539,11 +486,7 @@ def _dispatch(arguments: argparse.Namespace) -> int:
                 arguments.json,
             )
         case "keys":
-            from kvbm.pools.tenant_keys import add_key
-
-            add_key(arguments.file, arguments.tenant, arguments.name)
-            say(f"tenant {arguments.tenant!r} has a new current key {arguments.name!r} in {arguments.file}")
-            return 0
+            return make_key(arguments)
         case "bench":
             _require_checkout("kvbm bench")
             from kvbm.bench import BenchOptions, FetchOptions, ObjectsOptions, PoolsOptions, run_bench
@@ -572,13 +515,16 @@ def _dispatch(arguments: argparse.Namespace) -> int:
         case "probe":
             from kvbm.workload import probe
 
-            return probe.main(arguments.url, arguments.wait, settings_of(arguments))
+            return probe.main(arguments.url, arguments.wait, settings_of(arguments), arguments.json)
         case "bridge":
             from kvbm.assembly.bridge import run_bridge
+            from kvbm.assembly.reload import Reloads, takes_logs
 
-            return run_bridge(settings_of(arguments))
+            HANG_UPS.install()  # as the program has done, where it was started by that
+            settings = settings_of(arguments)
+            return run_bridge(settings, reloads=Reloads(settings, reads(arguments), takes_logs, apply_logs))
         case "nats-permissions":
-            return _print_permissions(arguments)
+            return print_permissions(arguments)
         case "engine":
             settings = settings_of(arguments)  # first, because torch takes seconds to load
             from kvbm.demo.engine.worker import WorkerSettings
@@ -586,8 +532,10 @@ def _dispatch(arguments: argparse.Namespace) -> int:
 
             worker = WorkerSettings(threads=arguments.threads, weights_path=arguments.weights)
             return serve(settings, worker)
+        case "completion":
+            return say_completion(_whole_parser(), arguments)
         case _:
-            say(*default_lines())
+            say(*([as_json(defaults())] if arguments.json else default_lines()))
             return 0
 
 
@@ -652,26 +600,6 @@ def _compare_options(arguments: argparse.Namespace, workloads: tuple[str, ...]) 
         speeds=arguments.speeds or (PREFILL_TOKENS_PER_S,) * arguments.instances,
         trace=arguments.trace,
     )
-
-
-def _print_permissions(arguments: argparse.Namespace) -> int:
-    from kvbm.streams.nats.key_folder import KeyChange, print_accounts
-    from kvbm.streams.nats.permissions import Role
-
-    named = (Role.INSTANCE, Role.JANITOR, Role.REPLAY, Role.OPERATOR, Role.ROUTER, Role.REPLICA)
-    wanted = [(role, name) for role in named for name in getattr(arguments, str(role))]
-    change = KeyChange(arguments.renew, arguments.retire, arguments.overlap, arguments.spare)
-
-    def put(text: str) -> None:
-        if arguments.out is None:
-            say(*text.removesuffix("\n").split("\n"))
-        else:
-            write_out(arguments.out, text, is_secret=False)  # nats-server may run as another user
-
-    printed = print_accounts(arguments.keys, arguments.cluster, wanted, change, time.time(), put)
-    for remark in printed.remarks:
-        say(f"kvbm: {remark}", to=sys.stderr)
-    return 0
 
 
 def _replay_catalog(url: str, config: Path | None, sets: Sequence[str]) -> CatalogClient | PartedCatalog:

@@ -11,27 +11,66 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TextIO, TypeAlias, cast
+from types import TracebackType
+from typing import NoReturn, TypeAlias
 
-import structlog
-
-from kvbm.config import Settings, load_settings
+from kvbm.assembly.logs import log_style
+from kvbm.config import ENVIRONMENT_PREFIX, LogSettings, Settings, load_settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.files import replace_file
-from kvbm.telemetry.stderr_log import PlainFormatter, StandardError, for_terminals, stamp
-from kvbm.terminal import say_error
+from kvbm.progress import allow_bars
+from kvbm.reports import STANDARD_OUTPUT
+from kvbm.safe_log import SafeLog
+from kvbm.shells import SHELLS, completion
+from kvbm.telemetry.stderr_log import configure, configure_libraries, is_json
+from kvbm.terminal import say_error, say_text
+
+log = SafeLog()
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def add_command(commands: Commands, name: str, words: str, example: str = "") -> argparse.ArgumentParser:
-    return commands.add_parser(
+    made = commands.add_parser(
         name,
         help=words,
         description=words[0].upper() + words[1:] + ".",
         epilog=example and f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter if example else argparse.HelpFormatter,
     )
+    made.add_argument("--quiet", "-q", action="store_true", help="no progress bar on the terminal")
+    return made
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the answer as one line of JSON")
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=STANDARD_OUTPUT,
+        metavar="FILE",
+        help="the report as JSON to a file, or to standard output; words go to standard error then",
+    )
+
+
+def add_completion(commands: Commands, program: str) -> None:
+    made = add_command(
+        commands,
+        "completion",
+        "print a script with which a shell completes this program's commands and options",
+        f'eval "$({program} completion bash)"',
+    )
+    made.add_argument("shell", choices=SHELLS, help="the shell that reads it")
+
+
+def say_completion(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Print the script of `completion`."""
+    say_text(completion(parser, arguments.shell))
+    return 0
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -50,17 +89,22 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 def run_command(work: Callable[[argparse.Namespace], int], arguments: argparse.Namespace, name: str) -> int:
     _end_as_interrupted()
+    asked = _asked_logs(getattr(arguments, "sets", ()))
     configure_logs(
-        logging.WARNING if arguments.command in ("demo", "simulate", "bench", "doctor", "probe") else logging.INFO
+        logging.WARNING if arguments.command in ("demo", "simulate", "bench", "doctor", "probe") else logging.INFO,
+        asked,
     )
+    if is_json():
+        _tell_bugs_in_json()
+    allow_bars(not getattr(arguments, "quiet", False) and not getattr(arguments, "json", None) and not is_json())
     try:
         code = work(arguments)
         sys.stdout.flush()
     except KvbmError as error:
-        say_error(name, error)
+        tell_error(name, error)
         return 2
     except KeyboardInterrupt:
-        say_error(name, "interrupted")
+        tell_error(name, "interrupted")
         return 130
     except BrokenPipeError:  # a pager or head has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -78,7 +122,18 @@ def _end_as_interrupted() -> None:
 
 
 def settings_of(arguments: argparse.Namespace) -> Settings:
-    return read_settings(arguments.config, arguments.sets)
+    settings = read_settings(arguments.config, arguments.sets)
+    if settings.log != LogSettings():
+        apply_logs(settings)
+        if is_json():
+            _tell_bugs_in_json()
+            allow_bars(False)
+    return settings
+
+
+def reads(arguments: argparse.Namespace) -> Callable[[], Settings]:
+    """Reads the settings again, from the same places. Raises ConfigError."""
+    return lambda: read_settings(arguments.config, arguments.sets)
 
 
 def read_settings(config: Path | None, sets: Sequence[str]) -> Settings:
@@ -91,20 +146,82 @@ def read_settings(config: Path | None, sets: Sequence[str]) -> Settings:
     return load_settings(config, os.environ, flags)
 
 
-def configure_logs(level: int = logging.INFO) -> None:
-    """Log lines for people go to standard error; standard output carries answers only."""
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            stamp,
-            *for_terminals(),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, StandardError())),
-        cache_logger_on_first_use=True,
-    )
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(PlainFormatter())
+def configure_logs(level: int = logging.INFO, settings: LogSettings | None = None) -> None:
+    """Log lines go to standard error; standard output carries answers only.
+
+    Args:
+        level: where the settings, or their absence, leave it to the command.
+    """
+    _auto_levels[:] = [level]
+    style = log_style(settings or LogSettings(), level)
+    configure(style)
+    configure_libraries(style)
+
+
+def apply_logs(settings: Settings) -> None:
+    """Write log lines as these settings have it, from now on."""
+    configure_logs(_auto_levels[0], settings.log)
+
+
+def start_logs() -> None:
+    """Write log lines as the environment has it. Raises ConfigError."""
+    configure_logs(logging.INFO, load_settings(None, _log_variables(), {}).log)
+
+
+_auto_levels = [logging.INFO]  # the one that counts
+
+
+def _log_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(f"{ENVIRONMENT_PREFIX}LOG__")}
+
+
+def _asked_logs(sets: Sequence[str]) -> LogSettings:
+    """What environment and flags say of logs, before all settings are read: as those would be wrong in the form asked
+    for.
+    """
+    variables = _log_variables()
+    flags = dict(pair.partition("=")[::2] for pair in sets if pair.startswith("log."))
+    try:
+        return load_settings(None, variables, flags).log
+    except ConfigError:
+        is_json = flags.get("log.format", variables.get(f"{ENVIRONMENT_PREFIX}LOG__FORMAT")) == "json"
+        return LogSettings(format="json" if is_json else "text")
+
+
+def tell_error(name: str, error: object) -> None:
+    """Say why a command ends, in the form in which its log is written."""
+    if is_json():
+        log.error("command.failed", program=name, why=str(error))
+    else:
+        say_error(name, error)
+
+
+def _tell_bugs_in_json() -> None:
+    """What ends a thread or the process is a line too."""
+
+    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        log.error("command.crashed", why=str(error), exc_info=(kind, error, trace))
+
+    sys.excepthook = told
+    threading.excepthook = lambda found: told(found.exc_type, found.exc_value or found.exc_type(), found.exc_traceback)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Says what is wrong with arguments in the form in which the log is asked for."""
+
+    def error(self, message: str) -> NoReturn:
+        """See `argparse.ArgumentParser`."""
+        sets = [
+            after if word == "--set" else word.removeprefix("--set=")
+            for word, after in zip(sys.argv, [*sys.argv[1:], ""], strict=True)
+            if word.startswith("--set")
+        ]
+        asked = _asked_logs(sets)
+        if asked.format == "json":
+            configure_logs(logging.INFO, asked)
+            log.error("command.misused", program=self.prog, why=message, usage=" ".join(self.format_usage().split()))
+            self.exit(2)
+        super().error(message)
 
 
 def seconds(text: str) -> float:

@@ -65,6 +65,17 @@ class TenantSecrets(Mapping[str, str]):
             self._seen, self._looked_s = settled_stamp(path), clock()
             self._entries = self._fixed | read_secrets(path)
 
+    def take(self, other: TenantSecrets) -> bool:
+        """From now on the secrets are those of another, which has just been made. Whether any differs.
+
+        A tenant that it does not name keeps its secret.
+        """
+        before = self._entries
+        self._fixed, self._path, self._seen = other._fixed, other._path, other._seen
+        self._told, self._looked_s = None, other._looked_s
+        self._keep_missing(before, other._entries)
+        return self._entries != before
+
     def __getitem__(self, tenant: str) -> str:
         self._look()
         entry = self._entries[tenant]
@@ -92,7 +103,11 @@ class TenantSecrets(Mapping[str, str]):
                 log.warning("secrets.unread", why=str(error), effect="the secrets stay as they were")
             return
         self._seen, self._told = seen, None
-        missing = self._entries.keys() - found.keys()
+        self._keep_missing(self._entries, found)
+        log.info("secrets.read", tenants=len(self._entries))
+
+    def _keep_missing(self, before: Mapping[str, _Entry], found: Mapping[str, _Entry]) -> None:
+        missing = before.keys() - found.keys()
         if missing:  # half a file, perhaps; without a secret anybody could test the tenant's prompts
             log.warning(
                 "secrets.missing",
@@ -100,8 +115,7 @@ class TenantSecrets(Mapping[str, str]):
                 effect="their secrets stay as they were until a restart",
                 remedy="name them in the file, or restart without them",
             )
-        self._entries = {**self._entries, **found}
-        log.info("secrets.read", tenants=len(self._entries))
+        self._entries = {**before, **found}
 
 
 def read_secrets(path: str) -> dict[str, _Entry]:

@@ -38,6 +38,12 @@ def say(*lines: str, to: TextIO | None = None) -> None:
     file.flush()
 
 
+def say_text(text: str) -> None:
+    """Print a text of ours, such as a script for a shell, as it is: no word of others may be in it."""
+    sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+    sys.stdout.flush()
+
+
 def say_error(name: str, error: object) -> None:
     """Print what is wrong to standard error. What stands on further lines is indented: no word of others begins a line.
 

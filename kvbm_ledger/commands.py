@@ -8,6 +8,7 @@ import importlib
 import sys
 
 from kvbm_ledger import conflict
+from kvbm_ledger.hang_ups import HANG_UPS, runs_long
 
 __all__ = ["catalog_main", "main", "replay_main"]
 
@@ -28,6 +29,8 @@ def replay_main() -> int:
 
 
 def _started(module: str, command: str, name: str) -> int:
+    if runs_long(name, sys.argv[1:]):
+        HANG_UPS.install()  # first of all: what is imported next takes a while
     why = conflict()
     if why:
         print(f"{name}: {why}", file=sys.stderr)

@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
+from kvbm.assembly.logs import log_style
 from kvbm.assembly.native import NATIVE, NATIVE_FOLD
+from kvbm.assembly.reload import Reloads
 from kvbm.assembly.services import nats_url, stream_credentials
 from kvbm.assembly.start import ask_stream, epoch_in_catalog, kvbm_version
 from kvbm.bridge.held import HeldLedger, Said
@@ -26,6 +28,7 @@ from kvbm.core.events import PoolStated
 from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
 from kvbm.manager.record.publisher_port import Publishing
 from kvbm.safe_log import SafeLog
+from kvbm.service_manager import ServiceManager
 from kvbm.streams.foreign.identity import ForeignSource
 from kvbm.streams.foreign.state import ForeignState
 from kvbm.streams.foreign.wire import Kind, decode_batch
@@ -34,6 +37,7 @@ from kvbm.streams.nats.stream import NatsStream
 from kvbm.streams.publisher.thread import PublisherThread
 from kvbm.telemetry.stderr_log import to_standard_error
 from kvbm.tenant_secrets import TenantSecrets
+from kvbm_ledger.hang_ups import HANG_UPS
 
 log = SafeLog()
 
@@ -41,16 +45,18 @@ _ASKERS = 16  # of the stream, at the start
 _MOST_JOURNAL_BYTES = 256 << 20  # of one source, while the stream takes nothing
 
 
-def run_bridge(settings: Settings, goes_on: Callable[[], bool] = lambda: True) -> int:
+def run_bridge(settings: Settings, goes_on: Callable[[], bool] = lambda: True, reloads: Reloads | None = None) -> int:
     """Bridge every source of the settings until interrupted, or told otherwise.
 
+    Args:
+        reloads: reads the settings again at SIGHUP.
     Raises: ConfigError, StreamError, MissingExtraError: what cannot be used, and what to do.
     """
     check_settings(settings)
     if not settings.bridge.sources:
         raise ConfigError("bridge.sources names no engine; write [bridge.sources.NAME] with endpoint, replay and model")
     zmq = zmq_module()
-    to_standard_error()
+    to_standard_error(log_style(settings.log))
     with ExitStack() as opened:
         context = zmq.Context()
         opened.callback(context.destroy, 0)
@@ -72,8 +78,25 @@ def run_bridge(settings: Settings, goes_on: Callable[[], bool] = lambda: True) -
                 opened_source.close(0.0)
             raise
         log.info("bridge.started", sources=len(sources))
-        run_sources(zmq, sources, goes_on)
+        manager = ServiceManager()
+        manager.ready(f"{len(sources)} sources")
+        try:
+            run_sources(zmq, sources, partial(_goes_on, goes_on, reloads, manager, len(sources)))
+        finally:
+            manager.stopping()
     return 0
+
+
+def _goes_on(goes_on: Callable[[], bool], reloads: Reloads | None, manager: ServiceManager, sources: int) -> bool:
+    """Do what SIGHUP asks, if it came."""
+    if reloads is not None and HANG_UPS.take():
+        if HANG_UPS.terminal_is_gone():
+            return False
+        manager.reloading()
+        reloads.reload()
+        manager.ready(f"{sources} sources")
+    manager.alive_if_due()
+    return goes_on()
 
 
 def _source(zmq: Any, context: Any, name: str, settings: SourceSettings, rank: int, secret: bytes) -> BridgedSource:

@@ -25,6 +25,7 @@ from kvbm.erasure.stream import ErasureLog
 from kvbm.janitor.holdings import parse
 from kvbm.pools.stores.base import ObjectStore
 from kvbm.pools.stores.opening import open_store
+from kvbm.progress import Watch
 from kvbm.streams.nats.credentials import Credentials
 
 
@@ -66,10 +67,12 @@ def run_erase(
             name = kept_name(report.OBJECTS, hashlib.sha256(settings.pools.object.url.encode()).hexdigest()[:8])
             begun = Progress(places=(ErasedPlace(name="objects", waits="the janitor"),))
             asyncio.run(command.answer_for_objects(name, number, begun))
-            progress = _erase_objects(settings, options, erasure, new_store, clocks)
+            with Watch(f"objects of erasure {number}"):
+                progress = _erase_objects(settings, options, erasure, new_store, clocks)
             asyncio.run(command.answer_for_objects(name, number, progress))
         wait_s = 0.0 if options.status is not None else options.wait_s
-        lines = asyncio.run(command.follow(number, options.spare, wait_s))
+        with Watch(f"erasure {number}"):
+            lines = asyncio.run(command.follow(number, options.spare, wait_s))
         tell(number, lines)
         return 0 if report.is_gone(lines) else 1
 

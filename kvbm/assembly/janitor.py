@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -17,6 +18,7 @@ import msgspec
 from kvbm.assembly.manager import open_manager
 from kvbm.assembly.native import CODER, NATIVE
 from kvbm.assembly.pools import key_source, open_object_store
+from kvbm.assembly.reload import Reloads
 from kvbm.assembly.services import database_url, make_data_dir, stream_credentials
 from kvbm.config import HbmSettings, PoolsSettings, Settings, check_gc, check_settings
 from kvbm.core.errors import ConfigError, KvbmError, MissingExtraError, StreamError
@@ -29,10 +31,12 @@ from kvbm.pools.object.encryption import Sealing
 from kvbm.pools.object.header import header_bytes
 from kvbm.pools.object.pool import BlockObjects, ObjectPoolOptions
 from kvbm.pools.stores.base import ObjectStore
+from kvbm.progress import Watch
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 from kvbm.streams.nats.permissions import Role
 from kvbm.streams.nats.stream import NatsStream
+from kvbm_ledger.hang_ups import HANG_UPS
 
 if TYPE_CHECKING:
     from kvbm.janitor.report import Report
@@ -41,6 +45,7 @@ log = SafeLog()
 
 _STALLED_S = 6.0  # a little after this a publisher says what it waits for
 _POLL_S = 0.02
+_LOOK_S = 0.5  # between two looks at whether a signal has come
 
 
 class Clocks(NamedTuple):
@@ -66,6 +71,7 @@ def run_gc(
     tell: Callable[[Report], None],
     new_store: Callable[[], ObjectStore] | None = None,
     clocks: Clocks = CLOCKS,
+    reloads: Reloads | None = None,
 ) -> int:
     """Run the janitor of the pool that `pools.object` names: once, or with `gc.every_s` again and again until
     interrupted.
@@ -74,22 +80,17 @@ def run_gc(
         tell: gets the report of each run.
         new_store: opens a store to use instead of the one `pools.object` names.
         clocks: others than the machine's, for tests.
+        reloads: reads the settings again at SIGHUP; the next run goes by them, and begins when it is due by them.
     Raises: ConfigError, MissingExtraError; once, also PoolError, CatalogError, StreamError, JanitorError: why it could
         not go on.
     """
-    check_settings(settings)
-    check_gc(settings.gc, settings.pools.object)
-    if new_store is None and not settings.pools.object.url:
-        raise ConfigError(
-            "pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store"
-        )
-    if not settings.nats.enabled and not dry_run:
-        raise ConfigError(
-            "nats.enabled is false, and a janitor says on the stream what it does; set it, or use --dry-run"
-        )
+    check_run(settings, dry_run, new_store is not None)
     while True:
+        if reloads is not None:
+            _reload(reloads, dry_run, new_store is not None)
+            settings = reloads.settings
         try:
-            tell(_gc_once(settings, dry_run, new_store or (lambda: _open_store(settings)), clocks))
+            tell(_gc_once(settings, dry_run, new_store or partial(_open_store, settings), clocks))
         except (ConfigError, MissingExtraError):
             raise
         except KvbmError as error:
@@ -98,7 +99,46 @@ def run_gc(
             log.warning("gc.ended", why=str(error), again_s=settings.gc.every_s)
         if not settings.gc.every_s:
             return 0
-        clocks.sleep(settings.gc.every_s)
+        if reloads is None:
+            clocks.sleep(settings.gc.every_s)
+        else:
+            _sleep_until_due(reloads, dry_run, new_store is not None, clocks)
+
+
+def check_run(settings: Settings, dry_run: bool, has_store: bool = False) -> None:
+    """Refuse settings that no janitor can run with. Raises ConfigError."""
+    check_settings(settings)
+    check_gc(settings.gc, settings.pools.object)
+    if not has_store and not settings.pools.object.url:
+        raise ConfigError(
+            "pools.object.url names no store, so there is nothing for a janitor; give the URL of the pool's store"
+        )
+    if not settings.nats.enabled and not dry_run:
+        raise ConfigError(
+            "nats.enabled is false, and a janitor says on the stream what it does; set it, or use --dry-run"
+        )
+
+
+def _reload(reloads: Reloads, dry_run: bool, has_store: bool) -> None:
+    """Do what SIGHUP asks, if it came. Raises KeyboardInterrupt: the terminal was closed."""
+
+    def check(settings: Settings) -> None:
+        check_run(settings, dry_run, has_store)
+        if not settings.gc.every_s:
+            raise ConfigError("gc.every_s is 0, and this janitor runs again and again; stop it instead")
+
+    if HANG_UPS.take():
+        if HANG_UPS.terminal_is_gone():
+            raise KeyboardInterrupt
+        reloads.reload(check)
+
+
+def _sleep_until_due(reloads: Reloads, dry_run: bool, has_store: bool, clocks: Clocks) -> None:
+    """Wait until the next run is due, by the settings as they are by then."""
+    begin_s = clocks.monotonic_s()
+    while (left_s := begin_s + reloads.settings.gc.every_s - clocks.monotonic_s()) > 0:
+        clocks.sleep(min(left_s, _LOOK_S))
+        _reload(reloads, dry_run, has_store)
 
 
 def erase_objects(
@@ -179,7 +219,8 @@ def _gc_once(
         )
         opened.callback(driver.close)
         holder = f"{me} of {settings.instance.cluster} on {socket.gethostname()}, process {os.getpid()}"
-        report = run_once(Janitor(pool, holder, run, rules, dry_run), driver, clocks.monotonic_s)
+        with Watch(f"objects of {pool}"):
+            report = run_once(Janitor(pool, holder, run, rules, dry_run), driver, clocks.monotonic_s)
         log.info("gc.completed", pool=pool, claimed=report.found, deleted=report.deleted, kept=report.kept)
         return report
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from kvbm.assembly.lending import Exchange, open_exchange
+from kvbm.assembly.logs import log_style
 from kvbm.assembly.native import NATIVE_CORE, Core, ages_of
 from kvbm.assembly.pools import instance_folder, journal_folder, open_pools
 from kvbm.assembly.services import catalog_credentials, erasure_log, make_data_dir, nats_url, stream_credentials
@@ -159,10 +160,10 @@ def _open_manager(
 ) -> M:
     if why := conflict():
         raise PackageConflictError(why)
-    to_standard_error()
     if not namespaces and engine != JANITOR:
         raise ConfigError("a manager needs at least one namespace; give that of the engine's model")
     check_settings(settings)
+    to_standard_error(log_style(settings.log))
     revisioned = RevisionedNamespaces(namespaces, all_may=engine == JANITOR)
     unused = _durable_tiers(settings, object_pool)
     if why := revisioned.why(unused):

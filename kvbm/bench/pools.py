@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from kvbm.bench.objects import steps_of as objects_steps
 from kvbm.bench.salvage import scan_rates
 from kvbm.config import load_settings
 from kvbm.core.errors import ConfigError, MissingExtraError
+from kvbm.progress import bars_are_shown
 
 _MIB = 1 << 20
 _BLOCKS_BYTES = (_MIB, 4 * _MIB)
@@ -371,7 +371,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 def _bar() -> Iterator[Callable[[str, int], Callable[[], object]]]:
     """A bar on the terminal for each part; nothing where standard error is none."""
     columns = TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not bars_are_shown()) as progress:
 
         def part(name: str, steps: int) -> Callable[[], object]:
             task = progress.add_task(name, total=steps)

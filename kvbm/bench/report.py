@@ -23,6 +23,7 @@ from kvbm.bench.ledger import bench_ledger
 from kvbm.bench.measure import Found, Row
 from kvbm.bench.pools import PoolsOptions, bench_pools
 from kvbm.bench.replay import bench_replay
+from kvbm.progress import Watch
 from kvbm.reports import check_report_path, write_report
 from kvbm.terminal import say
 from kvbm.workload.processes import CATALOG_MODULES, require_modules
@@ -232,7 +233,8 @@ def run_bench(options: BenchOptions, json_path: Path | None) -> int:
     notes: list[str] = []
     for name in BENCHES if options.what == "all" else [options.what]:
         say("", name)
-        found = BENCHES[name](options)
+        with Watch(name):
+            found = BENCHES[name](options)
         rows += found.rows
         numbers |= found.numbers
         notes += found.notes

@@ -1,7 +1,8 @@
 """Settings: one frozen tree, parsed and checked once at the edge."""
 
+from kvbm.config.changes import changed_keys, merged
 from kvbm.config.checks import check_gc, check_settings
-from kvbm.config.load import ENVIRONMENT_PREFIX, Sources, default_lines, leaves, load_settings
+from kvbm.config.load import ENVIRONMENT_PREFIX, Sources, default_lines, defaults, leaves, load_settings
 from kvbm.config.settings import (
     BridgeSettings,
     CatalogSettings,
@@ -13,6 +14,7 @@ from kvbm.config.settings import (
     InstanceSettings,
     JournalSettings,
     LimitSettings,
+    LogSettings,
     NatsSettings,
     NvmeSettings,
     ObjectSettings,
@@ -41,6 +43,7 @@ __all__ = [
     "InstanceSettings",
     "JournalSettings",
     "LimitSettings",
+    "LogSettings",
     "NatsSettings",
     "NvmeSettings",
     "ObjectSettings",
@@ -56,9 +59,12 @@ __all__ = [
     "TenantSettings",
     "TierWeightSettings",
     "TransportSettings",
+    "changed_keys",
     "check_gc",
     "check_settings",
     "default_lines",
+    "defaults",
     "leaves",
     "load_settings",
+    "merged",
 ]

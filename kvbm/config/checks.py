@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from kvbm.config.bounds import check_bounds
+from kvbm.config.log_nouns import LOG_NOUNS
 from kvbm.config.settings import (
     GcSettings,
     NvmeSettings,
@@ -21,6 +23,7 @@ from kvbm.core.errors import ArgumentTypeError, ConfigError
 from kvbm.core.names import NAME_RULE, is_name
 from kvbm.core.parts import parts_of
 
+_LEVELS = ("debug", "info", "warning", "error")
 _EVERYWHERE = ("0.0.0.0", "::")
 
 
@@ -48,6 +51,17 @@ def check_settings(settings: Settings) -> None:
         )
     _check_transport(settings.transport)
     _check_sources(settings.bridge.sources)
+    _check_levels(settings.log.levels)
+
+
+def _check_levels(levels: Mapping[str, str]) -> None:
+    for noun, level in levels.items():
+        if noun not in LOG_NOUNS:
+            near = difflib.get_close_matches(noun, LOG_NOUNS, n=1)
+            remedy = f"the nearest is {near[0]!r}" if near else "the reference of logs has all names"
+            raise ConfigError(f"log.levels.{noun}: no log line's name begins with {noun!r}; {remedy}")
+        if level not in _LEVELS:
+            raise ConfigError(f"log.levels.{noun} is {level!r}; use one of {', '.join(_LEVELS)}")
 
 
 def _check_transport(transport: TransportSettings) -> None:

@@ -133,6 +133,11 @@ def default_lines() -> list[str]:
     return [f"{key} = {msgspec.json.encode(known.default).decode()}" for key, known in _KNOWN.items()]
 
 
+def defaults() -> dict[str, Any]:
+    """Each setting with its default."""
+    return {key: known.default for key, known in _KNOWN.items()}
+
+
 class _Known(NamedTuple):
     """A setting that exists.
 
@@ -193,7 +198,8 @@ def _made(group: Any, tree: Mapping[str, Any]) -> Any:
     return group(**values)
 
 
-_OPEN_KEY = "catalog.tenant_secrets"  # a table whose keys are the user's own
+_OPEN_KEYS = ("catalog.tenant_secrets", "log.levels")  # tables whose keys are no settings
+_SECRET_KEY = _OPEN_KEYS[0]
 _TABLES = {
     "tenants": TenantSettings,
     "bridge.sources": SourceSettings,
@@ -218,14 +224,15 @@ _WORDS: dict[Any, str] = {
 def _put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Set one key, its value checked here, where its source is still known."""
     kind: Any = str
-    open_name = key.removeprefix(f"{_OPEN_KEY}.") if key.startswith(f"{_OPEN_KEY}.") else ""
+    open_key = next((one for one in _OPEN_KEYS if key.startswith(f"{one}.")), "")
+    open_name = key.removeprefix(f"{open_key}.") if open_key else ""
     table = next((table for table in _TABLES if key.startswith(f"{table}.")), "")
     entry, _, field = key.removeprefix(f"{table}.").rpartition(".") if table else ("", "", "")
     if open_name:
-        groups, name = _OPEN_KEY.split("."), open_name
+        groups, name = open_key.split("."), open_name
     elif entry and field in _TABLE_FIELDS[table]:
         groups, name, kind = [*table.split("."), entry], field, _TABLE_FIELDS[table][field].kind
-    elif key in _KNOWN and key not in (_OPEN_KEY, *_TABLES):
+    elif key in _KNOWN and key not in (*_OPEN_KEYS, *_TABLES):
         *groups, name = key.split(".")
         kind = _KNOWN[key].kind
     else:
@@ -237,7 +244,7 @@ def _put(tree: dict[str, Any], key: str, value: Any, where: str) -> None:
     try:
         value = msgspec.convert(value, kind, strict=not isinstance(value, str) and kind is not float)
     except msgspec.ValidationError:
-        shown = "its value" if open_name else repr(value)
+        shown = "its value" if open_key == _SECRET_KEY else repr(value)
         words = f'{_WORDS[kind]}, or a size such as "8GiB"' if kind is int and "bytes" in name else _WORDS[kind]
         raise ConfigError(f"{where}: {key} is {words}; {shown} is none") from None
     for group in groups:
@@ -256,8 +263,8 @@ def _size(text: str) -> int | str:
 
 def _unknown(key: str) -> str:
     """Why a key is refused, with the nearest one that would do."""
-    if key == _OPEN_KEY:
-        return f"{key} is a table; write {key}.TENANT"
+    if key in _OPEN_KEYS:
+        return f"{key} is a table; write {key}.{'TENANT' if key == _SECRET_KEY else 'NOUN'}"
     for table, fields in _TABLE_FIELDS.items():
         if key == table or key.startswith(f"{table}."):
             one, word = ("tenant", "TENANT") if table == "tenants" else ("source", "NAME")
@@ -266,10 +273,6 @@ def _unknown(key: str) -> str:
     if inside:
         return f"{key!r} is a group of settings; write one of them, such as {inside[0]!r}"
     group = key.partition(".")[0]
-    if group in ("log", "logs", "logging"):
-        return (
-            f"there is no setting {key!r}: kvbm logs through structlog; set its level there, with structlog.configure"
-        )
     near = difflib.get_close_matches(key, _KNOWN, n=1)
     if near:
         return f"there is no setting {key!r}; the nearest is {near[0]!r}"

@@ -622,6 +622,22 @@ class BridgeSettings(SettingsGroup, frozen=True):
     sources: dict[str, SourceSettings] = {}
 
 
+class LogSettings(SettingsGroup, frozen=True):
+    """What commands, and managers in a process that has not set structlog up itself, write to standard error.
+
+    Attributes:
+        format: "text" for people, "json" for collectors: one object a line, with time, level, event and the fields.
+        level: what is written at least: "debug", "info", "warning", "error", or "auto": info, and of commands that run
+            and end, such as demo and doctor, warning.
+        levels: first word of a line's name → the same for these lines alone, as `log.levels.instance = "warning"` for
+            `instance.fenced`.
+    """
+
+    format: Literal["text", "json"] = "text"
+    level: Literal["auto", "debug", "info", "warning", "error"] = "auto"
+    levels: dict[str, str] = {}
+
+
 class Settings(SettingsGroup, frozen=True):
     """Everything that can be set.
 
@@ -643,4 +659,5 @@ class Settings(SettingsGroup, frozen=True):
     transport: TransportSettings = TransportSettings()
     handoff: HandoffSettings = HandoffSettings()
     bridge: BridgeSettings = BridgeSettings()
+    log: LogSettings = LogSettings()
     tenants: dict[str, TenantSettings] = {}

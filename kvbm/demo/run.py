@@ -31,6 +31,7 @@ from kvbm.demo.engine.worker import WorkerSettings
 from kvbm.demo.engine_process import EngineProcess
 from kvbm.files import make_folder
 from kvbm.locate.http import CatalogClient
+from kvbm.progress import bars_are_shown
 from kvbm.replay.opening import open_source
 from kvbm.replay.verify import Verified, verify
 from kvbm.reports import check_report_path, write_report
@@ -610,7 +611,9 @@ def main(json_path: Path | None, keep: Path | None) -> int:
         BarColumn(24),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=console,
+        console=Console(stderr=True),
+        redirect_stdout=False,
+        disable=not bars_are_shown(),
     )
     with demo_folder(keep) as folder, progress:
         tasks: list[TaskID] = []

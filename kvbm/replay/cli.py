@@ -19,6 +19,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.core.stays import NewStayFold
 from kvbm.files import FILE_MODE
+from kvbm.progress import allow_bars
 from kvbm.replay.cat import cat
 from kvbm.replay.compare_catalog import AskCatalog, CatalogComparison
 from kvbm.replay.diff import diff
@@ -44,8 +45,9 @@ from kvbm.replay.state import states_at
 from kvbm.replay.verify import verify
 from kvbm.replay.whatif import POLICIES, ComputeCost, ReadTrace, read_accesses, what_if
 from kvbm.replay.whatif_states import what_if_states
+from kvbm.shells import SHELLS, completion
 from kvbm.streams.nats.credentials import Credentials
-from kvbm.terminal import as_json, plain, say, say_error
+from kvbm.terminal import as_json, plain, say, say_error, say_text
 
 _LONGEST_S = 1e6
 _MOST_FINDINGS = 100  # in words; JSON has them all
@@ -180,7 +182,11 @@ def main(argv: Sequence[str], parts: Parts) -> int:
         parts: what to run on, unless --reference is given.
     Returns: 0, 1 with findings, 2 when the input cannot be used.
     """
-    arguments = _parser(parts).parse_args(argv)
+    arguments = replay_parser(parts.version).parse_args(argv)
+    if arguments.command == "completion":
+        say_text(completion(replay_parser(parts.version), arguments.shell))
+        return 0
+    allow_bars(not (arguments.quiet or arguments.json is not None))
     if getattr(arguments, "reference", False) and parts.readable is not None:
         parts = parts.readable()._replace(ask=parts.ask, read_trace=parts.read_trace, credentials=parts.credentials)
     try:
@@ -200,7 +206,8 @@ def main(argv: Sequence[str], parts: Parts) -> int:
 # -- arguments --------------------------------------------------------------------------------------------------------
 
 
-def _parser(parts: Parts) -> argparse.ArgumentParser:
+def replay_parser(version: str) -> argparse.ArgumentParser:
+    """What `kvbm-replay` takes."""
     layout = argparse.RawDescriptionHelpFormatter
     examples = "".join(f"\n  {command.examples.splitlines()[0]}" for command in _COMMANDS.values())
     parser = argparse.ArgumentParser(
@@ -209,7 +216,7 @@ def _parser(parts: Parts) -> argparse.ArgumentParser:
         epilog=f"{_SOURCES}\nexamples:{examples}\n{_ENDS}\n`kvbm-replay COMMAND --help` says more.",
         formatter_class=layout,
     )
-    parser.add_argument("--version", action="version", version=f"kvbm-replay {parts.version}")
+    parser.add_argument("--version", action="version", version=f"kvbm-replay {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     made = {}
     for name, (about, shown, ends) in _COMMANDS.items():
@@ -240,6 +247,14 @@ def _parser(parts: Parts) -> argparse.ArgumentParser:
     _add_whatif(made["whatif"])
     add_arguments(made)
     _add_serve(made["serve"])
+    scripts = commands.add_parser(
+        "completion",
+        help="print a script with which a shell completes this program's commands and options",
+        description="Print a script with which a shell completes this program's commands and options.",
+        epilog='example:\n  eval "$(kvbm-replay completion bash)"',
+        formatter_class=layout,
+    )
+    scripts.add_argument("shell", choices=SHELLS, help="the shell that reads it")
     return parser
 
 
@@ -267,6 +282,7 @@ def _add_common(command: argparse.ArgumentParser, name: str) -> None:
         + (", a line an event" if name == "cat" else "")
         + "; over an older one, and over no other file",
     )
+    command.add_argument("--quiet", "-q", action="store_true", help="no progress bar on the terminal")
     if name == "whatif":
         return
     command.add_argument("--instance", metavar="NAME", help="only this instance")

@@ -14,10 +14,11 @@ import msgspec
 from kvbm.core.backend import Backend, DecodeFrame
 from kvbm.core.events import Event
 from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.progress import Watch
 from kvbm.replay.format import counted, event_fields, event_text, place_text
 from kvbm.replay.frames import FrameLibrary, InstanceFrames
 from kvbm.replay.order import StreamKey
-from kvbm.replay.progress import Watch, watched
+from kvbm.replay.progress import watched
 from kvbm.replay.source import FrameSource, SourceError, only
 from kvbm.streams.base import Position
 

@@ -32,11 +32,11 @@ from kvbm.core.backend import Backend
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.ids import InstanceId
 from kvbm.files import read_small
+from kvbm.progress import Watch
 from kvbm.replay.findings import ReplayFinding, damage_finding, damage_text
 from kvbm.replay.format import counted, place_text
 from kvbm.replay.order import DamagedBytes
 from kvbm.replay.prefetch import read_ahead
-from kvbm.replay.progress import Watch
 from kvbm.replay.scan import NOTED, Damage
 from kvbm.replay.serve import TIMEOUT_S, OpenStream
 from kvbm.replay.source import FrameSource, Located, SourceError, only

@@ -18,11 +18,11 @@ from kvbm.core.backend import Backend
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import FencedError
 from kvbm.core.ids import Epoch, InstanceId
+from kvbm.progress import Watch
 from kvbm.replay.findings import ReplayFinding, damage_finding, damage_text
 from kvbm.replay.format import counted, place_text
 from kvbm.replay.order import DamagedBytes
 from kvbm.replay.prefetch import read_ahead
-from kvbm.replay.progress import Watch
 from kvbm.replay.scan import NOTED, Damage
 from kvbm.replay.source import FrameSource, Located, SourceError, only
 from kvbm.streams.base import ORIGIN, EventLog, EventStream, Fence, Heartbeat, Position, is_other_life, run_of

@@ -18,9 +18,9 @@ import msgspec
 
 from kvbm.core.ids import SequenceHash, split_hashes
 from kvbm.core.policy import EVICTION_POLICIES, EvictionPolicy
+from kvbm.progress import Watch
 from kvbm.replay.costaware import CostAware
 from kvbm.replay.format import counted
-from kvbm.replay.progress import Watch
 from kvbm.replay.source import SourceError
 from kvbm.streams.access_samples import SUFFIX, read_samples
 

@@ -15,8 +15,8 @@ import msgspec
 from kvbm.core.ids import SequenceHash
 from kvbm.core.policy import EVICTION_POLICIES
 from kvbm.core.state_admission import StateAdmission
+from kvbm.progress import Watch
 from kvbm.replay.format import counted
-from kvbm.replay.progress import Watch
 from kvbm.replay.whatif import Accesses, Tiers, Unbounded
 
 _ALL = "all"

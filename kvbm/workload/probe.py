@@ -18,7 +18,7 @@ from kvbm.locate.credentials import NO_CREDENTIALS, CredentialProof
 from kvbm.locate.proxies import proxy_of, shown
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.server_view import look_as_anybody
-from kvbm.terminal import say
+from kvbm.terminal import as_json, say
 
 ASK_S = 4.0  # one answer; images' health checks wait a little longer
 _AGAIN_S = 0.25
@@ -31,11 +31,12 @@ class ProbeAnswer(NamedTuple):
     words: str
 
 
-def main(url: str, wait_s: float, settings: Settings) -> int:
+def main(url: str, wait_s: float, settings: Settings, json: bool = False) -> int:
     """Ask, again until it answers or the time is up; say what was found. Returns 0, or 1 when it cannot be used.
 
     Args:
         url: nats://, tls://, http://, https:// or postgresql://.
+        json: say it as JSON, on standard output in any case.
         settings: `nats` has the credentials NATS asks for, `catalog` those of the catalog.
     Raises: ConfigError: no such service is known.
     """
@@ -44,6 +45,9 @@ def main(url: str, wait_s: float, settings: Settings) -> int:
     while not answer.is_well and time.monotonic() < until_s:
         time.sleep(_AGAIN_S)
         answer = ask(url, settings)
+    if json:
+        say(as_json({"well": answer.is_well, "said": answer.words}))
+        return 0 if answer.is_well else 1
     say(answer.words, to=sys.stdout if answer.is_well else sys.stderr)
     return 0 if answer.is_well else 1
 

@@ -35,6 +35,7 @@ from kvbm.locate.http import CatalogClient
 from kvbm.manager.onboard.loads import Prefix
 from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import Proof
+from kvbm.progress import bars_are_shown
 from kvbm.reports import check_report_path, write_report
 from kvbm.streams.server import EmbeddedServer
 from kvbm.workload.catalog_view import counter, wait_applied, wait_live
@@ -550,7 +551,9 @@ def main(trace: Path | None, requests: int, seed: int, instances: int, pools: st
     _check_fit(workload, slots)
     console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, disable=not bars_are_shown()
+    ) as progress:
 
         def step(what: str, total: int) -> Callable[[int], None]:
             task = progress.add_task(what, total=total)

@@ -141,9 +141,8 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("catalog", signal.SIGHUP),
+        ("catalog", signal.SIGTERM),  # SIGHUP has it read its settings again: tests/integration/test_reloads.py
         ("engine", signal.SIGTERM),
-        pytest.param("catalog", signal.SIGTERM, marks=pytest.mark.nightly),
         pytest.param("engine", signal.SIGHUP, marks=pytest.mark.nightly),
     ],
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -394,6 +394,11 @@ def test_the_command_works_on_a_bucket_and_can_be_interrupted(
             assert main([*words, *more]) == 0
             return capsys.readouterr().out
 
+        def until(event: str, said: IO[str]) -> str:
+            while event not in (line := said.readline()):
+                assert line, f"it ended before {event}"
+            return line
+
         def is_free() -> bool:
             (lease,) = store.get([Get(LEASE_NAME)], WAIT_S)
             return isinstance(lease, Got) and b'"holder":""' in bytes(lease.body)
@@ -402,15 +407,25 @@ def test_the_command_works_on_a_bucket_and_can_be_interrupted(
         assert "dry run: nothing is changed" in told and f"{2 * len(PROMPTS)}" in told
         assert names_in(store, ".kvbm/") == set()
         assert f'"objects":{2 * len(PROMPTS)}' in carried_out("--json")
-        with subprocess.Popen([*command, "--every", "3600"], stdout=subprocess.PIPE, text=True) as going:
+        config = tmp_path / "gc.toml"
+        config.write_text("[gc]\nevery_s = 3600\n")
+        pipe = subprocess.PIPE
+        with subprocess.Popen([*command, "--config", str(config)], stdout=pipe, stderr=pipe, text=True) as going:
             try:
-                assert going.stdout is not None and going.stdout.readline()
+                assert going.stdout is not None and going.stderr is not None and going.stdout.readline()
+                config.write_text("[gc]\nevery_s = 0\n")
                 going.send_signal(signal.SIGHUP)  # between two runs
+                until("settings.kept", going.stderr)
+                config.write_text("[gc]\nevery_s = 0.1\n[log]\nlevel = 'debug'\n")
+                going.send_signal(signal.SIGHUP)
+                assert "gc.every_s" in until("settings.reloaded", going.stderr)
+                until("gc.completed", going.stderr)  # it does not wait for the hour that was set before
+                going.send_signal(signal.SIGTERM)
                 assert going.wait(WAIT_S) == 130
             finally:
                 going.kill()
         assert is_free()
-        with subprocess.Popen([*command, "--every", "3600", "--set=gc.quota_bytes=1"]) as going:
+        with subprocess.Popen([*command, "--every", "3600", "--set=gc.quota_bytes=1"], text=True) as going:
             try:
                 eventually(lambda: names_in(store, WITHDRAWN_PREFIX), "nothing was withdrawn", timeout_s=WAIT_S)
                 assert main(words) == 0

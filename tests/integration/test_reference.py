@@ -10,6 +10,7 @@ import msgspec
 
 from kvbm.catalog.edge.api import openapi
 from kvbm.config import default_lines
+from kvbm.config.log_nouns import LOG_NOUNS
 from tests.pages import ROOT, pages
 from tools import reference
 
@@ -83,6 +84,7 @@ def test_each_log_line_has_a_constant_name():
     assert len(found) > 80
     for one in found:
         assert _LOG_NAME.fullmatch(one.name), f"{one.module}: {one.name!r} is no noun.verb_past"
+    assert list(LOG_NOUNS) == sorted({one.name.partition(".")[0] for one in found} | {"library"})
 
 
 def test_errors_of_the_api_are_found():

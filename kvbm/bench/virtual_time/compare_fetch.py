@@ -33,6 +33,7 @@ from kvbm.core.errors import ConfigError
 from kvbm.core.fetching import TCP_LINKS
 from kvbm.core.ids import Tier
 from kvbm.core.topology import Link
+from kvbm.progress import bars_are_shown
 from kvbm.reports import check_report_path, write_report
 
 POOL_TIERS = ("hbm", "host", "nvme", "object")
@@ -221,7 +222,9 @@ def main(options: CompareOptions, cluster: FetchCluster, json_path: Path | None)
     workloads = len(options.workloads) if options.trace is None else 1
     total = 2 * workloads * len(options.loads) * len(options.seeds) * len(options.policies)
     columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, disable=not bars_are_shown()
+    ) as progress:
         task = progress.add_task("runs", total=total)
         report = compare_fetch(options, cluster, lambda: progress.advance(task))
     write_report(json_path, report)

@@ -27,6 +27,7 @@ from kvbm.bench.virtual_time.policies import POLICIES, KvbmRouting, Policy
 from kvbm.bench.virtual_time.workloads import LOADS, WORKLOADS, check_workload, workload
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import Tier
+from kvbm.progress import bars_are_shown
 from kvbm.reports import check_report_path, write_report
 from kvbm.workload.trace import TRACE_BLOCK_TOKENS, TraceRequest, full_blocks, read_trace
 
@@ -385,7 +386,9 @@ def main(options: CompareOptions, json_path: Path | None) -> int:
     workloads = len(options.workloads) if options.trace is None else 1
     total = workloads * len(options.loads) * len(options.seeds) * len(options.policies)
     columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(
+        *columns, console=Console(stderr=True), transient=True, redirect_stdout=False, disable=not bars_are_shown()
+    ) as progress:
         task = progress.add_task("runs", total=total)
         report = compare(options, lambda: progress.advance(task))
     write_report(json_path, report)

@@ -140,6 +140,14 @@ class Access:
         self.look()
         return list(self._callers.by_nats)
 
+    def take(self, other: Access) -> bool:
+        """From now on the callers are those of another, whose file has just been read. Whether any differs."""
+        is_other = self._callers != other._callers
+        self._path, self._file, self._callers = other._path, other._file, other._callers
+        self._looked_s = self._taken_s = self._clock()
+        self.trouble, self._is_left = "", False
+        return is_other
+
     def look(self) -> None:
         """Read the file again if it has changed; at most once in `LOOK_S`."""
         if self._path is None or not self._is_due():
@@ -163,7 +171,7 @@ class Access:
             while True:
                 await asyncio.sleep(max(LOOK_S, LEAST_LOOK_S))
                 if self._is_due() or (self._is_left and self._file.has_stayed(self._clock(), LOOK_S)):
-                    await self._read_beside(self._path)
+                    await self._read_beside(self._path)  # another by now, maybe
         finally:
             self._is_followed = False
 
@@ -174,7 +182,7 @@ class Access:
         except RuntimeError:  # there are no threads to be had
             self._is_left = True
             return
-        if self._file.seen == seen and self._file.is_as_seen():
+        if path == self._path and self._file.seen == seen and self._file.is_as_seen():
             self._take(found)
 
     def _is_due(self) -> bool:

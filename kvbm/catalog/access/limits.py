@@ -78,6 +78,10 @@ class TokenBuckets:
         self._per_s, self._burst, self._most = per_s, max(burst, 1.0), most
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # what was left, and when
 
+    def change(self, per_s: float, burst: float) -> None:
+        """From now on so much comes back, and a bucket holds so much. What callers owe, they owe."""
+        self._per_s, self._burst = per_s, max(burst, 1.0)
+
     def take(self, now_s: float, key: str) -> float:
         """Take one, if it is there: 0; else how many seconds until it is."""
         if not self._per_s:
@@ -138,6 +142,11 @@ class Room:
         self.taken = 0
         self._by_caller: dict[str, int] = {}
         self._waiting: list[_Waiter] = []  # in the order in which they came
+
+    def change(self, most: int, most_each: int, kept: int = 0) -> None:
+        """From now on there is so much. What is taken stays taken, also where that is more."""
+        self._most, self._most_each, self._kept = most, most_each, kept
+        self._serve()
 
     def take(self, key: str, amount: int) -> str:
         """Take it. Returns "" or why not: "caller" or "all"."""
@@ -244,14 +253,19 @@ class Limits:
         self.stepping, self.reading = asyncio.Lock(), asyncio.Lock()
         self.requests = TokenBuckets(settings.requests_per_s, settings.burst)
         self.refusing = TokenBuckets(settings.requests_per_s / 10, settings.requests_per_s / 10)
-        self.bodies = Room(
-            settings.body_bytes,
-            max(MAX_BODY_BYTES, settings.body_bytes // 2),
-            min(settings.body_bytes // 4, max(0, settings.body_bytes - MAX_BODY_BYTES)),
-        )
+        self.bodies = Room(*_room_for_bodies(settings.body_bytes))
         self.waits = Room(settings.waits, max(1, settings.waits // 4))
         self.limited_log = RateLimitedLog(clock=clock)
         self.large = asyncio.Lock()  # held while a large request is parsed and hashed
+
+    def change(self, settings: LimitSettings) -> None:
+        """From now on these count."""
+        self.settings = settings
+        self.work.change(settings.loop_share)
+        self.requests.change(settings.requests_per_s, settings.burst)
+        self.refusing.change(settings.requests_per_s / 10, settings.requests_per_s / 10)
+        self.bodies.change(*_room_for_bodies(settings.body_bytes))
+        self.waits.change(settings.waits, max(1, settings.waits // 4))
 
     def over(self, key: str) -> Over:
         """Whether a caller asks too much now; if not, this counts as one request."""
@@ -293,6 +307,11 @@ class LoopWork:
         self._share = share
         self._left = TokenBuckets(1000.0 * share, _WORK_BURST_MS)  # in milliseconds
         self._asked: OrderedDict[str, float] = OrderedDict()  # caller → when it last took some, the last one at the end
+
+    def change(self, share: float) -> None:
+        """From now on one may have this part."""
+        self._share = share
+        self._left.change(1000.0 * share, _WORK_BURST_MS)
 
     def charge(self, now_s: float, key: str, took_s: float, waits: bool = True) -> None:
         """A caller has taken so much.
@@ -557,6 +576,11 @@ def _no_room(why: str) -> LimitError:
         else "requests of this caller that are being read have no room for this one",
         "ask again soon, with fewer long requests at a time, or have catalog.limits.body_bytes raised",
     )
+
+
+def _room_for_bodies(most: int) -> tuple[int, int, int]:
+    """As `Room` takes it: for all, for each, and what is kept for callers that have little."""
+    return most, max(MAX_BODY_BYTES, most // 2), min(most // 4, max(0, most - MAX_BODY_BYTES))
 
 
 def cost_of(body_bytes: int, answer_bytes: int) -> int:

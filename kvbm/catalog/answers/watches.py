@@ -409,6 +409,10 @@ class Watches:
         self._cluster = cluster
         self._room = Room(settings.watches, settings.watches_per_caller)
 
+    def change(self, settings: LimitSettings) -> None:
+        """From now on so many may be open; those that are stay."""
+        self._room.change(settings.watches, settings.watches_per_caller)
+
     def __len__(self) -> int:
         return self._room.taken
 

@@ -106,6 +106,11 @@ class Connections:
         self.limited_log = RateLimitedLog(clock=clock)
         self.handshakes = Handshakes(clock=clock)
 
+    def change(self, settings: LimitSettings, most: int) -> None:
+        """From now on these count. Connections that are more than that go when others come."""
+        self._settings, self._most = settings, min(settings.sockets, most)
+        self._taken.change(settings.connects_per_s, 4 * settings.connects_per_s)
+
     def __len__(self) -> int:
         return self._count
 

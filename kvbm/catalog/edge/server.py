@@ -17,13 +17,14 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbm.core.backend import Backend
 from kvbm.core.errors import CatalogError, ConfigError, KvbmError, MissingExtraError
 from kvbm.core.parts import ALL_PARTS
 from kvbm.files import make_folder
 from kvbm.safe_log import SafeLog
+from kvbm.service_manager import ServiceManager
 from kvbm.streams.base import AskSource, EventStream
 
 try:
@@ -47,6 +48,7 @@ from kvbm.catalog.edge.connections import (
 from kvbm.catalog.edge.fast_path import FastPath
 from kvbm.catalog.edge.http_connection import HttpConnection
 from kvbm.catalog.edge.listener import Listener
+from kvbm.catalog.edge.reloading import Reloader, Reloading, ServedParts
 from kvbm.catalog.edge.tls import ServerTls
 from kvbm.catalog.index.cluster_index import NewIndex
 from kvbm.catalog.service import CatalogService, ServiceSettings
@@ -66,12 +68,14 @@ def run(
     new_index: NewIndex,
     on_started: Callable[[str], None] = lambda url: None,
     make_stream: Callable[[], EventStream] | None = None,
+    reloading: Reloading | None = None,
 ) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP.
+    """Serve until SIGINT or SIGTERM.
 
     Args:
         on_started: called with the URL once it answers.
         make_stream: called in the service's loop for the stream, instead of the NATS of the settings.
+        reloading: reads the settings again at SIGHUP. Without it SIGHUP ends the catalog.
     Raises: StreamError, CatalogError, ConfigError, MissingExtraError: it could not start, or could not go on.
     """
     room_for_sockets(settings.limits.sockets, may_raise=True)
@@ -85,7 +89,31 @@ def run(
         gc.freeze()
         on_started(url)
 
-    _run(_serve(settings, backend, new_index, started, _stop_on_signals, make_stream), settings)
+    reloads = _Reloads(reloading, ServiceManager()) if reloading is not None else None
+    stop = _stop_on_signals if reloads is None else _stop_on_asking
+    _run(_serve(settings, backend, new_index, started, stop, make_stream, reloads), settings)
+
+
+class _Reloads(NamedTuple):
+    """What reads the settings again, and who is told."""
+
+    reloading: Reloading
+    manager: ServiceManager
+
+    def start(self, parts: ServedParts, server: uvicorn.Server) -> list[asyncio.Task[None]]:
+        """The tasks that do it."""
+
+        def end() -> None:
+            server.should_exit = True
+
+        def hang_up() -> None:
+            self.reloading.note()
+            reloader.wake.set()
+
+        reloader = Reloader(parts, self.reloading, self.manager, end)
+        if self.reloading.is_installed():  # not under nohup
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hang_up)
+        return [asyncio.create_task(reloader.run()), asyncio.create_task(reloader.tell())]
 
 
 class CatalogThread:
@@ -235,6 +263,7 @@ async def _serve(
     on_started: Callable[[str], None],
     on_began: Callable[[uvicorn.Server, asyncio.AbstractEventLoop], None],
     make_stream: Callable[[], EventStream] | None = None,
+    reloads: _Reloads | None = None,
 ) -> None:
     host, port = _host_and_port(settings.listen)
     with contextlib.ExitStack() as opened:
@@ -276,9 +305,15 @@ async def _serve(
             looking = asyncio.create_task(connections.look_for_ever())
             following = [asyncio.create_task(one.follow()) for one in (access, tls) if one is not None]
             asking = listen_to_asks(service, surface, access)
+            if reloads is not None:
+                address = listener.getsockname()[0]
+                parts = ServedParts(service, access, tls, surface.limits, connections, config, address)
+                following += reloads.start(parts, server)
             try:
                 await server.serve(sockets=sockets)
             finally:
+                if reloads is not None:
+                    reloads.manager.stopping()
                 watching.cancel()
                 looking.cancel()
                 for task in following:
@@ -326,6 +361,16 @@ def _give_memory_back() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(_MALLOC_MMAP_THRESHOLD, 256 << 10)
+
+
+def _stop_on_asking(server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:
+    """SIGHUP is somebody else's."""
+
+    def stop() -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
 
 
 def _stop_on_signals(server: uvicorn.Server, loop: asyncio.AbstractEventLoop) -> None:

@@ -43,6 +43,18 @@ class ServerTls:
         self.context = _new_context(options)
         self.context.sni_callback = self._on_hello  # also called without a name
 
+    def take(self, other: ServerTls) -> bool:
+        """From now on the files are those of another, which has just been made. Whether what they hold differs."""
+        is_other = self._content != other._content
+        self._options, self._files, self._content, self._current = (
+            other._options,
+            other._files,
+            other._content,
+            other._current,
+        )
+        self.trouble, self._looked_s = "", self._clock()
+        return is_other
+
     def look(self) -> None:
         """Read the files again if they have changed; at most once in `LOOK_S`."""
         now_s = self._clock()
