@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import platform
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
@@ -10,7 +12,7 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 from kvbm.core.errors import MissingExtraError
 
 try:
-    from prometheus_client import CollectorRegistry, Counter, Histogram
+    from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
     from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
     from prometheus_client.registry import Collector
@@ -90,17 +92,27 @@ _OTHER_CALLERS = "(others)"
 
 
 class CatalogMetrics:
-    """A catalog's metrics, in a registry of their own.
+    """A catalog's metrics, and those of its process, in a registry of their own.
 
     Args:
         rows: what is read at each scrape. source: what it is read of.
         refusals: how much was refused, by the kinds of `REFUSALS`; read at each scrape.
+        version: of kvbm.
+
+    Attributes:
+        answers: how many answers had each status; whoever answers counts there.
     """
 
-    def __init__(self, rows: Sequence[MetricRow[Source]], source: Source, refusals: Mapping[str, int]) -> None:
+    def __init__(
+        self, rows: Sequence[MetricRow[Source]], source: Source, refusals: Mapping[str, int], version: str = ""
+    ) -> None:
+        self.answers: dict[int, int] = defaultdict(int)
         self._registry = CollectorRegistry()
         self._registry.register(_Rows(rows, source))
         self._registry.register(_Refusals(refusals))
+        self._registry.register(_Answers(self.answers))
+        self._registry.register(_Build(version))
+        ProcessCollector(registry=self._registry)  # process_resident_memory_bytes, process_open_fds and their like
         self._callers: set[str] = set()
         self.lookup_s = self._latency("lookup", "Time to answer a lookup, without its wait for positions.")
         self.route_s = self._latency("route", "Time to answer a route, without its wait for positions.")
@@ -143,6 +155,33 @@ class _Refusals(Collector):
         for why in REFUSALS:
             refused.add_metric([why], self._refusals.get(why, 0))
         yield refused
+
+
+class _Answers(Collector):
+    def __init__(self, answers: Mapping[int, int]) -> None:
+        self._answers = answers
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter for each status that was answered."""
+        answered = CounterMetricFamily(
+            "kvbm_catalog_answers", "Answers over HTTP and NATS, by status.", labels=["status"]
+        )
+        for status, count in sorted(self._answers.items()):
+            answered.add_metric([str(status)], count)
+        yield answered
+
+
+class _Build(Collector):
+    def __init__(self, version: str) -> None:
+        self._labels = [version, platform.python_version()]
+
+    def collect(self) -> Iterator[Metric]:
+        """A gauge that is 1: what it is of stands in its labels."""
+        build = GaugeMetricFamily(
+            "kvbm_catalog_build_info", "1, of the version of kvbm and of Python that run.", labels=["version", "python"]
+        )
+        build.add_metric(self._labels, 1)
+        yield build
 
 
 class _Rows(Collector, Generic[Source]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -508,6 +509,37 @@ def test_metrics_parse_and_count(running: Running) -> None:
     assert found["kvbm_catalog_degraded"] == found["kvbm_catalog_digest_mismatches_total"] == 0
     lines = running.client.metrics().splitlines()
     assert [row.scraped for row in ROWS if f"# HELP {row.scraped} {row.help}" not in lines] == []
+
+
+def labelled(text: str, name: str) -> dict[tuple[str, ...], float]:
+    """The samples of a metric, by the values of their labels."""
+    families = text_string_to_metric_families(text)
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return {tuple(sample.labels.values()): sample.value for sample in samples}
+
+
+def test_metrics_say_what_runs_how_its_answers_ended_and_how_instances_are(running: Running) -> None:
+    prepared(running)
+    url = running.client.url
+    statuses = "kvbm_catalog_answers_total"
+    before = labelled(running.client.metrics(), statuses)
+    assert urllib3.request("GET", f"{url}/nothing", timeout=WAIT_S).status == 404
+    body = json.dumps({"namespace": SPACE.id.hex(), "hashes": ["short"]})  # refused on the fast path
+    assert urllib3.request("POST", f"{url}/v1/lookup", body=body, timeout=WAIT_S).status in (400, 422)
+    running.client.lookup(SPACE, HASHES)
+    text = running.client.metrics()
+    gained = {status: count - before.get(status, 0) for status, count in labelled(text, statuses).items()}
+    assert gained[("404",)] == 1
+    assert gained[("200",)] >= 2
+    assert sum(gained.values()) >= 4
+    states = labelled(text, "kvbm_catalog_instances")
+    assert {state for (state,) in states} == {"live", "stopping", "stopped", "silent", "unheard"}
+    shown = [one.state for one in running.client.instances()]
+    assert {state: shown.count(state) for (state,) in states} == {state: count for (state,), count in states.items()}
+    assert labelled(text, "process_resident_memory_bytes")[()] > 1 << 20
+    (build,) = labelled(text, "kvbm_catalog_build_info")
+    version = urllib3.request("GET", f"{url}/", timeout=WAIT_S).json()["version"]
+    assert set(build) == {version, platform.python_version()}
 
 
 def test_no_number_is_named_after_a_tenant(running: Running) -> None:

@@ -6,9 +6,11 @@ What is counted as requests come (`CatalogMetrics`) and refusals are in `kvbm.te
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from heapq import nlargest
 
+from kvbm.catalog.members.liveness import LifeState
 from kvbm.catalog.put_bytes import Sizes, put_by_instance, put_by_namespace
 from kvbm.catalog.service import CatalogService
 from kvbm.core.ages import AGE_BOUNDS_S, FOLLOWED
@@ -120,6 +122,12 @@ def _lent_by(at: CatalogService) -> Labelled:
 def _not_lent(at: CatalogService) -> Labelled:
     told = [(name, beat.lent) for name, beat in _beats(at) if beat.lent is not None]
     return {(name, why): getattr(lent, why) for name, lent in told for why in REFUSED_FOR}
+
+
+def _states(at: CatalogService) -> Labelled:
+    """Of all that `/v1/instances` shows."""
+    counts = Counter(one.value for one in at.heartbeats.liveness.states())
+    return {(state.value,): counts.get(state.value, 0) for state in LifeState}
 
 
 ROWS: tuple[MetricRow[CatalogService], ...] = (
@@ -338,6 +346,13 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
         GAUGE,
         "Instances whose residencies are left out of answers.",
         lambda at: len(at.heartbeats.liveness.excluded()),
+    ),
+    MetricRow(
+        "instances",
+        GAUGE,
+        "Instances by the state that /v1/instances shows: live, stopping, stopped, silent, unheard.",
+        _states,
+        ("state",),
     ),
     MetricRow(
         "ignored",
