@@ -1,4 +1,7 @@
-"""What a metric is, and how metrics are scraped. The rows of the catalog are in `kvbm/catalog/edge/metrics.py`."""
+"""What a metric is, and how metrics are scraped.
+
+The rows of the catalog are in `kvbm/catalog/edge/metrics.py`, those of a manager in `kvbm/manager/metrics.py`.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +51,15 @@ Labelled = Mapping[tuple[str, ...], float | HistogramBuckets]
 
 
 class MetricRow(NamedTuple, Generic[Source]):
-    """One metric of the catalog.
+    """One metric.
 
     Attributes:
-        name: as it is scraped, without `kvbm_catalog_` before it and the `_total` behind counters.
+        name: as it is scraped, without `prefix` before it and the `_total` behind counters.
         kind: COUNTER, GAUGE or HISTOGRAM.
         help: the line beside it at /metrics and in the documentation.
         get: its value now; None for one that is not known; with labels, the value for each.
         labels: their names.
+        prefix: says whose metric it is.
     """
 
     name: str
@@ -63,11 +67,12 @@ class MetricRow(NamedTuple, Generic[Source]):
     help: str
     get: Callable[[Source], float | Labelled | None]
     labels: tuple[str, ...] = ()
+    prefix: str = PREFIX
 
     @property
     def scraped(self) -> str:
         """Its name at /metrics."""
-        return f"{PREFIX}{self.name}{'_total' if self.kind == COUNTER else ''}"
+        return f"{self.prefix}{self.name}{'_total' if self.kind == COUNTER else ''}"
 
 
 REFUSALS = {
@@ -108,7 +113,7 @@ class CatalogMetrics:
     ) -> None:
         self.answers: dict[int, int] = defaultdict(int)
         self._registry = CollectorRegistry()
-        self._registry.register(_Rows(rows, source))
+        self._registry.register(RowCollector(rows, lambda: {(): source}))
         self._registry.register(_Refusals(refusals))
         self._registry.register(_Answers(self.answers))
         self._registry.register(_Build(version))
@@ -184,30 +189,55 @@ class _Build(Collector):
         yield build
 
 
-class _Rows(Collector, Generic[Source]):
-    def __init__(self, rows: Sequence[MetricRow[Source]], source: Source) -> None:
-        self._rows, self._source = rows, source
+class RowCollector(Collector, Generic[Source]):
+    """Rows as a collector of prometheus-client.
+
+    Args:
+        rows: what is read at each scrape.
+        sources: gives what it is read of, once a scrape, by the values of `labels`.
+        labels: names that tell sources apart; they stand before those of a row.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[MetricRow[Source]],
+        sources: Callable[[], Mapping[tuple[str, ...], Source]],
+        labels: tuple[str, ...] = (),
+    ) -> None:
+        self._rows, self._sources, self._labels = rows, sources, labels
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: asking the catalog before it runs would be too early."""
+        """Nothing: asking a catalog before it runs would be too early."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
         """A family for each row."""
+        sources = self._sources()
         for row in self._rows:
-            value = row.get(self._source)
-            found = sorted(value.items()) if isinstance(value, Mapping) else [((), value)]
+            name, labels = row.prefix + row.name, (*self._labels, *row.labels)
             if row.kind == HISTOGRAM:
-                histogram = HistogramMetricFamily(PREFIX + row.name, row.help, labels=row.labels)
-                for labels, one in found:
+                histogram = HistogramMetricFamily(name, row.help, labels=labels)
+                for of, one in _values(row, sources):
                     assert isinstance(one, HistogramBuckets)
                     bounds = [*map(str, map(float, one.bounds)), "+Inf"]
-                    histogram.add_metric(labels, list(zip(bounds, accumulate(one.counts), strict=True)), one.total)
+                    histogram.add_metric(of, list(zip(bounds, accumulate(one.counts), strict=True)), one.total)
                 yield histogram
                 continue
             family = CounterMetricFamily if row.kind == COUNTER else GaugeMetricFamily
-            metric = family(PREFIX + row.name, row.help, labels=row.labels)
-            for labels, one in found:
+            metric = family(name, row.help, labels=labels)
+            for of, one in _values(row, sources):
                 assert not isinstance(one, HistogramBuckets)
-                metric.add_metric(labels, math.nan if one is None else float(one))
+                metric.add_metric(of, math.nan if one is None else float(one))
             yield metric
+
+
+def _values(
+    row: MetricRow[Source], sources: Mapping[tuple[str, ...], Source]
+) -> Iterator[tuple[tuple[str, ...], float | HistogramBuckets | None]]:
+    """A row's values with those of all labels."""
+    for whose, source in sources.items():
+        value = row.get(source)
+        if isinstance(value, Mapping):
+            yield from (((*whose, *labels), one) for labels, one in sorted(value.items()))
+        else:
+            yield whose, value
