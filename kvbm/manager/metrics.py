@@ -66,13 +66,15 @@ def _count(of: Callable[[ManagerStats], float]) -> Get:
     return lambda at: of(at.stats)
 
 
-def _by_tier(counts: Mapping[Tier, int], tiers: Mapping[Tier, object]) -> Labelled:
-    return {(tier.name,): counts.get(tier, 0) for tier in (*tiers, *(one for one in counts if one not in tiers))}
-
-
 def _of_tiers(of: Callable[[ManagerStats], Mapping[Tier, int]]) -> Get:
-    """Of each tier that it has, and of others that were counted."""
-    return lambda at: _by_tier(of(at.stats), at.stats.pools)
+    """Of each tier that it has, from 0 on, and of others that were counted."""
+
+    def get(at: ManagerReading) -> Labelled:
+        counts, has_objects = of(at.stats), at.stats.objects is not None
+        there = {*at.stats.pools, *([Tier.OBJECT] if has_objects else []), *(one for one in counts if counts[one])}
+        return {(tier.name,): counts.get(tier, 0) for tier in there}
+
+    return get
 
 
 def _of_pools(of: Callable[[TierCounts], int]) -> Get:

@@ -22,6 +22,15 @@ from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, HistogramBuckets, 
 from kvbm.telemetry.transfers import BYTES_PER_S
 
 _MOST_NAMESPACES = 64  # clients choose them, so a label for each would be one for every tenant there ever was
+ANOMALIES = (
+    "created-twice",
+    "evicted-unheld",
+    "snapshot-added",
+    "snapshot-incomplete",
+    "snapshot-withdrew",
+    "unnamed-claim",
+    "refused-at-capacity",
+)
 DEGRADED_PARTS = ("NATS", "SQL", "archive", "checkpoints", "instances", "tasks")
 MISSED_QUESTIONS = ("lookup", "route", "presence", "find", "block", "watch")
 
@@ -411,7 +420,11 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
         lambda at: at.settings.capacity,
     ),
     MetricRow(
-        "anomalies", COUNTER, "Rules broken by events, by rule.", lambda at: _by_one(at.index.anomalies()), ("rule",)
+        "anomalies",
+        COUNTER,
+        "Rules broken by events, by rule.",
+        lambda at: _by_one(dict.fromkeys(ANOMALIES, 0) | at.index.anomalies()),
+        ("rule",),
     ),
     MetricRow(
         "residencies",
