@@ -63,15 +63,15 @@ def grows(series: str) -> AlertCase:
     )
 
 
-def rises(series: str, a_minute: float, harmless: float, wait: int) -> AlertCase:
+def rises(series: str, wrong: float, harmless: float, pending: int, ended: int) -> AlertCase:
     """A counter that goes up by so much each minute, from minute 3 to 33."""
-
-    def up(by: float) -> Runs:
-        return [(0, 3), *((by * at, 1) for at in range(1, 31)), (30 * by, END)]
-
     return AlertCase(
-        {series: up(a_minute)}, pending=5 + 1, firing=5 + wait + 5, ended=50, harmless=[{series: up(harmless)}]
+        {series: _up(wrong)}, pending=pending, firing=pending + 1, ended=ended, harmless=[{series: _up(harmless)}]
     )
+
+
+def _up(by: float) -> Runs:
+    return [(0, 3), *((round(by * minute, 3), 1) for minute in range(1, 31)), (30 * by, END)]
 
 
 def ratio(series: str, other: str, of: float, wrong: float, right: float, wait: int) -> AlertCase:
@@ -82,24 +82,17 @@ def ratio(series: str, other: str, of: float, wrong: float, right: float, wait: 
     )
 
 
-_SLOW_BUCKET = 'transfer_bytes_per_second_bucket{job="kvbm-catalog",instance="c:7700",transport="tcp",distance="1"'
+_READS = 'kvbm_catalog_transfer_bytes_per_second_bucket{job="kvbm-catalog",instance="c:7700",transport="tcp"'
 
 
-def _speeds(slow: float, quick: float, distance: str = "1") -> Mapping[str, Runs]:
-    """Reads that go on from minute 3 to 33, so many a minute below 50 MB/s and at 1 GB/s."""
-    at = f"kvbm_catalog_{_SLOW_BUCKET}".replace('distance="1"', f'distance="{distance}"')
-
-    def up(by: float) -> Runs:
-        return [(0, 3), *((by * minute, 1) for minute in range(1, 31)), (30 * by, END)]
-
-    return {
-        f'{at},le="5e7"}}': up(slow),
-        f'{at},le="5e8"}}': up(slow),
-        f'{at},le="1e9"}}': up(slow + quick),
-        f'{at},le="+Inf"}}': up(slow + quick),
-    }
+def _speeds(slow: float, quick: float, distance: int = 1) -> Mapping[str, Runs]:
+    """Reads that go on from minute 3 to 33, so many a minute a little below 100 MB/s and a little above."""
+    counts = {"9e7": 0.0, "1e8": slow, "1.1e8": slow + quick, "+Inf": slow + quick}
+    return {f'{_READS},distance="{distance}",le="{bound}"}}': _up(count) for bound, count in counts.items()}
 
 
+_5XX = of_catalog("answers_total", ',status="503"')
+_A_TENTH = (6.6, 5.4)  # a minute: a little above 0.1 a second, and a little below
 _UP = 'up{job="kvbm-catalog",instance="c:7700"}'
 _OTHER_UP = 'up{job="node",instance="c:9100"}'
 _STOPPED = of_catalog("instances", ',state="stopped"')
@@ -112,9 +105,9 @@ _VLLM = '{job="kvbm-engines",instance="e:8000",engine="0",model_name="m"}'
 ALERT_CASES: dict[str, AlertCase] = {
     "KvbmNoCatalog": AlertCase(
         {of_catalog("ready"): [(1, 3), ("_", 30), (1, END)]},
-        pending=9,
-        firing=14,
-        ended=34,
+        pending=12,  # a series is there for 5 minutes after its last value
+        firing=13,
+        ended=33,
         harmless=[{of_catalog("ready"): [(1, 3), (0, END)]}, {of_catalog("ready"): [(1, 3), ("_", 4), (1, END)]}],
     ),
     "KvbmTargetDown": AlertCase(
@@ -144,10 +137,10 @@ ALERT_CASES: dict[str, AlertCase] = {
     "KvbmCatalogLags": flag(of_catalog("lag_seconds"), 5, back=29, on=31),
     "KvbmSqlBehind": ratio(of_catalog("stream_sequence"), of_catalog("stored_sequence"), 5000, 15_001, 15_000, 15),
     "KvbmIndexNearCapacity": ratio(of_catalog("index_entries"), of_catalog("index_capacity"), 1000, 901, 900, 10),
-    "KvbmCatalogErrors": rises(of_catalog("answers_total", ',status="503"'), 60, 5, 5)._replace(
+    "KvbmCatalogErrors": rises(_5XX, *_A_TENTH, 11, 33)._replace(
         harmless=[
-            rises(of_catalog("answers_total", ',status="503"'), 5, 5, 5).wrong,
-            rises(of_catalog("answers_total", ',status="429"'), 600, 5, 5).wrong,
+            rises(_5XX, *_A_TENTH, 1, 1).harmless[0],
+            {of_catalog("answers_total", ',status="429"'): _up(600)},
         ]
     ),
     "KvbmVersionsMixed": AlertCase(
@@ -181,6 +174,11 @@ ALERT_CASES: dict[str, AlertCase] = {
                 of_catalog("gaps_total"): [(4, 3), (5, END)],
                 of_catalog("gaps_repaired_total"): [(4, 12), (5, END)],
                 _SUSPECT: [(0, 3), (1, 9), (0, END)],
+            },
+            {  # what is suspect has lost no events
+                of_catalog("gaps_total"): [(4, END)],
+                of_catalog("gaps_repaired_total"): [(4, END)],
+                _SUSPECT: [(1, END)],
             },
             {  # whoever lost them is forgotten
                 of_catalog("gaps_total"): [(4, 3), (5, END)],
@@ -231,14 +229,14 @@ ALERT_CASES: dict[str, AlertCase] = {
     "KvbmFailedCopies": grows(_FAILED),
     "KvbmCorruptBlocks": grows(_CORRUPT),
     "KvbmSlotsQuarantined": flag(of_engine("manager_quarantined_slots"), 10),
-    "KvbmBlocksLate": rises(of_engine("manager_late_acquires_total"), 30, 5, 10),
-    "KvbmPeersFail": rises(of_catalog("transfer_failures_total", ',transport="tcp",distance="1"'), 30, 5, 5),
+    "KvbmBlocksLate": rises(of_engine("manager_late_acquires_total"), *_A_TENTH, 21, 33),
+    "KvbmPeersFail": rises(of_catalog("transfer_failures_total", ',transport="tcp",distance="1"'), *_A_TENTH, 11, 33),
     "KvbmPeersSlow": AlertCase(
-        _speeds(60, 10),
-        pending=6,
-        firing=20,
-        ended=45,
-        harmless=[_speeds(10, 60), _speeds(60, 10, distance="3"), _speeds(0, 0)],
+        _speeds(60, 40),
+        pending=12,
+        firing=13,
+        ended=37,
+        harmless=[_speeds(40, 60), _speeds(60, 40, distance=3), _speeds(0, 0)],
     ),
 }
 
@@ -251,7 +249,7 @@ ALSO: dict[str, list[Mapping[str, Runs]]] = {
         grows(f"kvbm_vllm_corrupt_blocks_total{_VLLM}").wrong,
         grows(of_catalog("lent_corrupt_blocks_total", ',exported_instance="e"')).wrong,
     ],
-    "KvbmBlocksLate": [rises(f"kvbm_vllm_late_acquires_total{_VLLM}", 30, 5, 10).wrong],
+    "KvbmBlocksLate": [rises(f"kvbm_vllm_late_acquires_total{_VLLM}", *_A_TENTH, 1, 1).wrong],
     "KvbmTargetDown": [
         {
             f'up{{job="kvbm-engines",instance="{instance}"}}': [(1, 3), (0, 30), (1, END)],

@@ -255,6 +255,11 @@ MANAGER_ROWS: tuple[MetricRow[ManagerReading], ...] = (
         _count(lambda one: one.engine_stores),
     ),
     _counter("peer_hits", "Blocks of hit_blocks that other instances lent.", _count(lambda one: one.peer_hits)),
+    _counter(
+        "peer_late_acquires",
+        "Onboards of late_acquires whose blocks other instances were to lend.",
+        _count(lambda one: one.peer_late_copies),
+    ),
     _counter("peer_reads", "Questions to other instances.", _of_peers(lambda one: one.reads)),
     _counter("peer_failed_reads", "Those that did not go as they should.", _of_peers(lambda one: one.failed_reads)),
     _counter(

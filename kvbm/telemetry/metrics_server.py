@@ -16,6 +16,7 @@ from kvbm.safe_log import RateLimitedLog
 
 _PATH: Final = "/metrics"
 _MOST_CONNECTIONS = 16  # when one more comes, the oldest goes: whoever waits takes no place for ever
+_BACKLOG = 128
 _MOST_REQUEST_BYTES = 8192
 _CONNECTION_S = 10.0  # for a whole scrape
 _REUSED_S = 0.5  # a text is read so seldom, however many ask
@@ -249,7 +250,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_MOST_CONNECTIONS)
+        listener.listen(_BACKLOG)
         listener.setblocking(False)
     except (OSError, UnicodeError) as error:
         if listener is not None:

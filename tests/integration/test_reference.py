@@ -52,8 +52,7 @@ def test_a_second_entry_on_a_line_of_attributes_is_one():
 
 def test_each_metric_that_a_page_names_exists():
     known = {
-        one.name
-        for one in (*reference.catalog_metrics(), *reference.manager_metrics(), *reference.vllm_metrics())
+        one.name for one in (*reference.catalog_metrics(), *reference.manager_metrics(), *reference.vllm_metrics())
     }
     assert len(known) > 50
     for page, text in _prose():
