@@ -123,6 +123,23 @@ def test_lookup_route_block_and_instances_tell_what_was_published(running_on_bot
     assert [(space.id, space.fields) for space in client.namespaces()] == [(SPACE.id.hex(), SPACE)]
 
 
+def test_an_instance_that_tells_of_trouble_is_a_metric_until_it_does_not(running: Running) -> None:
+    sick, well = running.instance("sick"), running.instance("well")
+    for one in (sick, well):
+        one.create(0, 2)
+        one.publish()
+
+    def troubled() -> dict[str, float]:
+        text = urllib3.request("GET", f"{running.client.url}/metrics", timeout=WAIT_S).data.decode()
+        (family,) = [one for one in text_string_to_metric_families(text) if one.name == "kvbm_catalog_troubled"]
+        return {one.labels["instance"]: one.value for one in family.samples}
+
+    well.beat()
+    for trouble, value in (("journal full: no room", 1), ("", 0)):
+        sick.beat(trouble=trouble)
+        eventually(lambda value=value: troubled() == {"sick": value, "well": 0}, "trouble is not told", state=troubled)
+
+
 def test_a_restarted_catalog_gives_the_same_answers(
     nats_url: str,  # noqa: F811
     cluster: str,  # noqa: F811

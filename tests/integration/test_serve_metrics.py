@@ -303,9 +303,7 @@ def test_strangers_that_take_every_place_and_say_nothing_keep_nobody_out(manager
                 one.close()
 
 
-def test_one_that_never_reads_its_answer_holds_up_nobody(
-    manager: kvbm.Manager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_never_reads_its_answer_holds_up_nobody() -> None:
     with MetricsServer(lambda: b"x" * (32 << 20), "text/plain", "127.0.0.1", 0) as server:
         deaf = socket.create_connection((server.host, server.port), WAIT_S)
         with closing(deaf):
@@ -330,13 +328,17 @@ def test_a_connection_that_takes_too_long_is_dropped(manager: kvbm.Manager, monk
 
 def test_however_many_ask_a_manager_is_read_seldom() -> None:
     reads: list[int] = []
-    with MetricsServer(lambda: reads.append(1) or b"1\n", "text/plain", "127.0.0.1", 0) as server:  # type: ignore[func-returns-value]
-        server._read_s = float("inf")  # as if it had just been read, for the whole test
-        server._text = b"0\n"
-        assert {HTTP.request("GET", server.url).data for _ in range(50)} == {b"0\n"}
+
+    def read() -> bytes:
+        reads.append(1)
+        return b"new\n"
+
+    with MetricsServer(read, "text/plain", "127.0.0.1", 0) as server:
+        server._text, server._read_s = b"old\n", float("inf")  # as if it had just been read, for the whole test
+        assert {HTTP.request("GET", server.url).data for _ in range(50)} == {b"old\n"}
         assert reads == []
         server._read_s = 0.0
-        assert HTTP.request("GET", server.url).data == b"1\n"
+        assert HTTP.request("GET", server.url).data == b"new\n"
 
 
 def test_a_read_that_fails_is_said_and_the_next_one_is_tried() -> None:
