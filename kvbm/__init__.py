@@ -39,10 +39,12 @@ from kvbm.assembly import (
     RecordedEvent,
     RecordedLog,
     copy_queue,
+    metrics_collector,
     open_engine_manager,
     open_log,
     open_manager,
     open_replica,
+    serve_metrics,
     what_if,
 )
 from kvbm.catalog.replica import CatalogReplica
@@ -117,6 +119,7 @@ from kvbm.pools.hbm.pool import HbmPool
 from kvbm.pools.host.mapping import map_host
 from kvbm.pools.host.pool import HostPool
 from kvbm.streams.base import Position
+from kvbm.telemetry.metrics_server import MetricsServer
 from kvbm.weights import weights_digest
 
 __all__ = [
@@ -163,6 +166,7 @@ __all__ = [
     "Match",
     "Media",
     "MessageTooLargeError",
+    "MetricsServer",
     "MigrateCause",
     "MissingExtraError",
     "Namespace",
@@ -200,6 +204,7 @@ __all__ = [
     "extra_key",
     "load_settings",
     "map_host",
+    "metrics_collector",
     "open_engine_manager",
     "open_log",
     "open_manager",
@@ -207,6 +212,7 @@ __all__ = [
     "paged_layout",
     "salted",
     "sequence_hashes",
+    "serve_metrics",
     "split_hashes",
     "weights_digest",
     "what_if",

@@ -33,6 +33,7 @@ from kvbm.config import ENVIRONMENT_PREFIX, Settings, SourceSettings, TenantSett
 from kvbm.config.bounds import Bounds, bounds_of, shown  # noqa: E402
 from kvbm.core import answers  # noqa: E402
 from kvbm.engines.vllm import numbers as vllm_numbers  # noqa: E402
+from kvbm.manager.metrics import MANAGER_ROWS  # noqa: E402
 from kvbm.telemetry.metrics import CatalogMetrics  # noqa: E402
 from tools.python_page import python_page  # noqa: E402
 
@@ -232,6 +233,7 @@ def catalog_metrics() -> list[Metric]:
     found = [Metric(row.scraped, row.kind, row.labels, row.help) for row in ROWS]
     metrics = CatalogMetrics((), None, {})
     metrics.count_request("caller", "passed")
+    metrics.answers[200] += 1
     for family in text_string_to_metric_families(metrics.exposition().decode()):
         if not family.samples or family.name.endswith("_created"):
             continue
@@ -239,6 +241,11 @@ def catalog_metrics() -> list[Metric]:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         found.append(Metric(name, family.type, tuple(labels), family.documentation))
     return found
+
+
+def manager_metrics() -> list[Metric]:
+    """What `kvbm.serve_metrics` has of a manager: the rows, each with the name of the instance."""
+    return [Metric(row.scraped, row.kind, ("instance", *row.labels), row.help) for row in MANAGER_ROWS]
 
 
 def vllm_metrics() -> list[Metric]:
@@ -273,12 +280,14 @@ def metrics_page() -> str:
     return _page(
         "Metrics",
         "Metrics are in Prometheus' text format. Which of them to watch: [Monitor](../monitor.md).\n\n"
-        "This page is generated from `kvbm/catalog/edge/metrics.py`, `kvbm/telemetry/metrics.py` and "
-        "`kvbm/engines/vllm/numbers.py`.",
+        "This page is generated from `kvbm/catalog/edge/metrics.py`, `kvbm/telemetry/metrics.py`, "
+        "`kvbm/manager/metrics.py` and `kvbm/engines/vllm/numbers.py`.",
         "## The catalog\n\nAt `/metrics` of `kvbm-catalog serve`.\n\n" + table(catalog_metrics()),
         "## Inside vLLM\n\nAt `/metrics` of `vllm serve`, with vLLM's labels `engine` and `model_name`. The same "
         "numbers are in vLLM's "
         "log line `KV Transfer metrics`.\n\n" + table(vllm_metrics()),
+        "## A manager\n\nAt `/metrics` of `kvbm.serve_metrics(manager)`, or where a program serves its own with "
+        "`kvbm.metrics_collector(manager)`: [Embed](../embed.md#metrics).\n\n" + table(manager_metrics()),
         "## Embedded\n\n`manager.stats()` gives these numbers to the program that embeds kvbm. Its fields:\n\n"
         + _table(("field", "meaning"), rows),
     )

@@ -3,6 +3,7 @@
 from kvbm.assembly.catalog import run_catalog
 from kvbm.assembly.janitor import janitor_id, run_gc
 from kvbm.assembly.manager import open_engine_manager, open_manager
+from kvbm.assembly.metrics import metrics_collector, serve_metrics
 from kvbm.assembly.native import (
     CODER,
     NATIVE,
@@ -58,6 +59,7 @@ __all__ = [
     "journal_folder",
     "kvbm_version",
     "last_touches",
+    "metrics_collector",
     "nvme_paths",
     "open_engine_manager",
     "open_log",
@@ -68,6 +70,7 @@ __all__ = [
     "run_catalog",
     "run_gc",
     "segment_copies",
+    "serve_metrics",
     "stream_credentials",
     "what_if",
 ]

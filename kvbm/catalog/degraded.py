@@ -24,6 +24,10 @@ class Degraded:
         if self._reasons.pop(what, None) is not None:
             log.info("catalog.recovered", what=what)
 
+    def parts(self) -> list[str]:
+        """Names of those that do not work."""
+        return list(self._reasons)
+
     def __bool__(self) -> bool:
         return bool(self._reasons)
 

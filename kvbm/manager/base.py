@@ -442,25 +442,27 @@ class BlockManager:
 
     def trouble(self) -> str:
         """What the manager cannot do now, in words; "" when all is well."""
+        return "; ".join(self._troubles().values())
+
+    def _troubles(self) -> dict[str, str]:
+        """In words, by TROUBLED_PARTS: the worst of its own, and what its publisher says."""
+        part, words = self._own_trouble()
         publishing = self.publisher_port.publishing
         unpublished = publishing.trouble() if publishing is not None else ""
-        return "; ".join(filter(None, (self._own_trouble(), unpublished)))
+        return {name: why for name, why in ((part, words), ("stream", unpublished)) if why}
 
-    def _own_trouble(self) -> str:
+    def _own_trouble(self) -> tuple[str, str]:
         refusal = self._writer.refusal
         if self._ledger.overflowed:
-            why = refusal or "it took events too slowly"
-            return (
-                f"journal: {why}; unseen by the catalog since offset {self._ledger.applied}, until it takes events "
-                "again"
-            )
+            why = f"{refusal or 'it took events too slowly'}; unseen by the catalog since offset {self._ledger.applied}"
+            return "journal", f"journal: {why}, until it takes events again"
         if refusal:
-            return f"journal: {refusal}; nothing new goes to NVME and OBJECT until it takes events again"
+            return "journal", f"journal: {refusal}; nothing new goes to NVME and OBJECT until it takes events again"
         if silent := self._loads.silent_sources():
-            return f"{', '.join(map(name_of, silent))}: reads do not end; a miss until they do"
+            return "tiers", f"{', '.join(map(name_of, silent))}: reads do not end; a miss until they do"
         if self.pools.object is not None and (away := self.pools.object.stats().away):
-            return f"{away}; not used until it answers"
-        return self._revisioned.why(self._unused)
+            return "objects", f"{away}; not used until it answers"
+        return "namespaces", self._revisioned.why(self._unused)
 
     def applied(self) -> Offset:
         """The offset after the last event decided."""
@@ -491,6 +493,7 @@ class BlockManager:
         """Counters since the start, and what is in use now."""
         count, copies, skipped, pool = self._counters, self._copies, self._offloader.skipped, self.pools.object
         with self._lock:
+            troubles = self._troubles()
             return ManagerStats(
                 count.created_blocks,
                 dict(count.hit_blocks),
@@ -503,7 +506,7 @@ class BlockManager:
                 skipped.total(),
                 self._ledger.copies_in_flight(),
                 {tier: self._ledger.counts(tier) for tier in self.pools.slots},
-                self.trouble(),
+                "; ".join(troubles.values()),
                 dict(skipped),
                 slots_held(copies.late.values()),
                 slots_held(copies.quarantined.values()),
@@ -520,6 +523,7 @@ class BlockManager:
                 None if self._ages is None else dict(zip(FOLLOWED, self._ages.tiers(), strict=True)),
                 None if self.lent is None else self.lent(),
                 {tier: self._ledger.kept(tier) for tier in self.pools.slots},
+                tuple(troubles),
             )
 
     def heartbeat(self, published: Position) -> Heartbeat:

@@ -12,6 +12,8 @@ from kvbm.manager.offload.admission import Skipped
 from kvbm.pools.base import ObjectStats
 from kvbm.transport.peers import PeerStats
 
+TROUBLED_PARTS = ("journal", "stream", "tiers", "objects", "namespaces")
+
 
 class ManagerStats(NamedTuple):
     """Counters since the start, and what is in use now.
@@ -50,6 +52,7 @@ class ManagerStats(NamedTuple):
         ages: by tier, how old blocks were when they were wanted again and when they were evicted, and how many never
             were wanted; of large pools it is estimated from a part of the blocks. None where nobody counts it.
         kept_blocks: blocks of each tier that `keep` holds there now.
+        troubled: the parts that `trouble` tells of, of TROUBLED_PARTS.
     """
 
     created_blocks: int
@@ -80,3 +83,4 @@ class ManagerStats(NamedTuple):
     ages: dict[Tier, TierAges] | None = None
     lent: LentCounts | None = None
     kept_blocks: dict[Tier, int] = {}  # noqa: RUF012  # never changed in place
+    troubled: tuple[str, ...] = ()

@@ -1,8 +1,13 @@
-"""What a metric is, and how metrics are scraped. The rows of the catalog are in `kvbm/catalog/edge/metrics.py`."""
+"""What a metric is, and how metrics are scraped.
+
+The rows of the catalog are in `kvbm/catalog/edge/metrics.py`, those of a manager in `kvbm/manager/metrics.py`.
+"""
 
 from __future__ import annotations
 
 import math
+import platform
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Final, Generic, Literal, NamedTuple, TypeVar
@@ -10,7 +15,7 @@ from typing import Final, Generic, Literal, NamedTuple, TypeVar
 from kvbm.core.errors import MissingExtraError
 
 try:
-    from prometheus_client import CollectorRegistry, Counter, Histogram
+    from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
     from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
     from prometheus_client.registry import Collector
@@ -46,14 +51,15 @@ Labelled = Mapping[tuple[str, ...], float | HistogramBuckets]
 
 
 class MetricRow(NamedTuple, Generic[Source]):
-    """One metric of the catalog.
+    """One metric.
 
     Attributes:
-        name: as it is scraped, without `kvbm_catalog_` before it and the `_total` behind counters.
+        name: as it is scraped, without `prefix` before it and the `_total` behind counters.
         kind: COUNTER, GAUGE or HISTOGRAM.
         help: the line beside it at /metrics and in the documentation.
         get: its value now; None for one that is not known; with labels, the value for each.
         labels: their names.
+        prefix: says whose metric it is.
     """
 
     name: str
@@ -61,11 +67,12 @@ class MetricRow(NamedTuple, Generic[Source]):
     help: str
     get: Callable[[Source], float | Labelled | None]
     labels: tuple[str, ...] = ()
+    prefix: str = PREFIX
 
     @property
     def scraped(self) -> str:
         """Its name at /metrics."""
-        return f"{PREFIX}{self.name}{'_total' if self.kind == COUNTER else ''}"
+        return f"{self.prefix}{self.name}{'_total' if self.kind == COUNTER else ''}"
 
 
 REFUSALS = {
@@ -90,17 +97,27 @@ _OTHER_CALLERS = "(others)"
 
 
 class CatalogMetrics:
-    """A catalog's metrics, in a registry of their own.
+    """A catalog's metrics, and those of its process, in a registry of their own.
 
     Args:
         rows: what is read at each scrape. source: what it is read of.
         refusals: how much was refused, by the kinds of `REFUSALS`; read at each scrape.
+        version: of kvbm.
+
+    Attributes:
+        answers: how many answers had each status; whoever answers counts there.
     """
 
-    def __init__(self, rows: Sequence[MetricRow[Source]], source: Source, refusals: Mapping[str, int]) -> None:
+    def __init__(
+        self, rows: Sequence[MetricRow[Source]], source: Source, refusals: Mapping[str, int], version: str = ""
+    ) -> None:
+        self.answers: dict[int, int] = defaultdict(int)
         self._registry = CollectorRegistry()
-        self._registry.register(_Rows(rows, source))
+        self._registry.register(RowCollector(rows, lambda: {(): source}))
         self._registry.register(_Refusals(refusals))
+        self._registry.register(_Answers(self.answers))
+        self._registry.register(_Build(version))
+        ProcessCollector(registry=self._registry)  # process_resident_memory_bytes, process_open_fds and their like
         self._callers: set[str] = set()
         self.lookup_s = self._latency("lookup", "Time to answer a lookup, without its wait for positions.")
         self.route_s = self._latency("route", "Time to answer a route, without its wait for positions.")
@@ -145,30 +162,82 @@ class _Refusals(Collector):
         yield refused
 
 
-class _Rows(Collector, Generic[Source]):
-    def __init__(self, rows: Sequence[MetricRow[Source]], source: Source) -> None:
-        self._rows, self._source = rows, source
+class _Answers(Collector):
+    def __init__(self, answers: Mapping[int, int]) -> None:
+        self._answers = answers
+
+    def collect(self) -> Iterator[Metric]:
+        """One counter for each status that was answered."""
+        answered = CounterMetricFamily(
+            "kvbm_catalog_answers", "Answers over HTTP and NATS, by status.", labels=["status"]
+        )
+        for status, count in sorted(self._answers.items()):
+            answered.add_metric([str(status)], count)
+        yield answered
+
+
+class _Build(Collector):
+    def __init__(self, version: str) -> None:
+        self._labels = [version, platform.python_version()]
+
+    def collect(self) -> Iterator[Metric]:
+        """A gauge that is 1: what it is of stands in its labels."""
+        build = GaugeMetricFamily(
+            "kvbm_catalog_build_info", "1, of the version of kvbm and of Python that run.", labels=["version", "python"]
+        )
+        build.add_metric(self._labels, 1)
+        yield build
+
+
+class RowCollector(Collector, Generic[Source]):
+    """Rows as a collector of prometheus-client.
+
+    Args:
+        rows: what is read at each scrape.
+        sources: gives what it is read of, once a scrape, by the values of `labels`.
+        labels: names that tell sources apart; they stand before those of a row.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[MetricRow[Source]],
+        sources: Callable[[], Mapping[tuple[str, ...], Source]],
+        labels: tuple[str, ...] = (),
+    ) -> None:
+        self._rows, self._sources, self._labels = rows, sources, labels
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: asking the catalog before it runs would be too early."""
+        """Nothing: asking a catalog before it runs would be too early."""
         return ()
 
     def collect(self) -> Iterator[Metric]:
         """A family for each row."""
+        sources = self._sources()
         for row in self._rows:
-            value = row.get(self._source)
-            found = sorted(value.items()) if isinstance(value, Mapping) else [((), value)]
+            name, labels = row.prefix + row.name, (*self._labels, *row.labels)
             if row.kind == HISTOGRAM:
-                histogram = HistogramMetricFamily(PREFIX + row.name, row.help, labels=row.labels)
-                for labels, one in found:
+                histogram = HistogramMetricFamily(name, row.help, labels=labels)
+                for of, one in _values(row, sources):
                     assert isinstance(one, HistogramBuckets)
                     bounds = [*map(str, map(float, one.bounds)), "+Inf"]
-                    histogram.add_metric(labels, list(zip(bounds, accumulate(one.counts), strict=True)), one.total)
+                    histogram.add_metric(of, list(zip(bounds, accumulate(one.counts), strict=True)), one.total)
                 yield histogram
                 continue
             family = CounterMetricFamily if row.kind == COUNTER else GaugeMetricFamily
-            metric = family(PREFIX + row.name, row.help, labels=row.labels)
-            for labels, one in found:
+            metric = family(name, row.help, labels=labels)
+            for of, one in _values(row, sources):
                 assert not isinstance(one, HistogramBuckets)
-                metric.add_metric(labels, math.nan if one is None else float(one))
+                metric.add_metric(of, math.nan if one is None else float(one))
             yield metric
+
+
+def _values(
+    row: MetricRow[Source], sources: Mapping[tuple[str, ...], Source]
+) -> Iterator[tuple[tuple[str, ...], float | HistogramBuckets | None]]:
+    """A row's values with those of all labels."""
+    for whose, source in sources.items():
+        value = row.get(source)
+        if isinstance(value, Mapping):
+            yield from (((*whose, *labels), one) for labels, one in sorted(value.items()))
+        else:
+            yield whose, value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import platform
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,6 +121,23 @@ def test_lookup_route_block_and_instances_tell_what_was_published(running_on_bot
     assert (b.topology, b.engine) == (["rack-1", "b"], "test")
     assert [pool.held_blocks for pool in b.pools] == [2, 0, 8]
     assert [(space.id, space.fields) for space in client.namespaces()] == [(SPACE.id.hex(), SPACE)]
+
+
+def test_an_instance_that_tells_of_trouble_is_a_metric_until_it_does_not(running: Running) -> None:
+    sick, well = running.instance("sick"), running.instance("well")
+    for one in (sick, well):
+        one.create(0, 2)
+        one.publish()
+
+    def troubled() -> dict[str, float]:
+        text = urllib3.request("GET", f"{running.client.url}/metrics", timeout=WAIT_S).data.decode()
+        (family,) = [one for one in text_string_to_metric_families(text) if one.name == "kvbm_catalog_troubled"]
+        return {one.labels["instance"]: one.value for one in family.samples}
+
+    well.beat()
+    for trouble, value in (("journal full: no room", 1), ("", 0)):
+        sick.beat(trouble=trouble)
+        eventually(lambda value=value: troubled() == {"sick": value, "well": 0}, "trouble is not told", state=troubled)
 
 
 def test_a_restarted_catalog_gives_the_same_answers(
@@ -508,6 +526,37 @@ def test_metrics_parse_and_count(running: Running) -> None:
     assert found["kvbm_catalog_degraded"] == found["kvbm_catalog_digest_mismatches_total"] == 0
     lines = running.client.metrics().splitlines()
     assert [row.scraped for row in ROWS if f"# HELP {row.scraped} {row.help}" not in lines] == []
+
+
+def labelled(text: str, name: str) -> dict[tuple[str, ...], float]:
+    """The samples of a metric, by the values of their labels."""
+    families = text_string_to_metric_families(text)
+    samples = [sample for family in families for sample in family.samples if sample.name == name]
+    return {tuple(sample.labels.values()): sample.value for sample in samples}
+
+
+def test_metrics_say_what_runs_how_its_answers_ended_and_how_instances_are(running: Running) -> None:
+    prepared(running)
+    url = running.client.url
+    statuses = "kvbm_catalog_answers_total"
+    before = labelled(running.client.metrics(), statuses)
+    assert urllib3.request("GET", f"{url}/nothing", timeout=WAIT_S).status == 404
+    body = json.dumps({"namespace": SPACE.id.hex(), "hashes": ["short"]})  # refused on the fast path
+    assert urllib3.request("POST", f"{url}/v1/lookup", body=body, timeout=WAIT_S).status in (400, 422)
+    running.client.lookup(SPACE, HASHES)
+    text = running.client.metrics()
+    gained = {status: count - before.get(status, 0) for status, count in labelled(text, statuses).items()}
+    assert gained[("404",)] == 1
+    assert gained[("200",)] >= 2
+    assert sum(gained.values()) >= 4
+    states = labelled(text, "kvbm_catalog_instances")
+    assert {state for (state,) in states} == {"live", "stopping", "stopped", "silent", "unheard"}
+    shown = [one.state for one in running.client.instances()]
+    assert {state: shown.count(state) for (state,) in states} == {state: count for (state,), count in states.items()}
+    assert labelled(text, "process_resident_memory_bytes")[()] > 1 << 20
+    (build,) = labelled(text, "kvbm_catalog_build_info")
+    version = urllib3.request("GET", f"{url}/", timeout=WAIT_S).json()["version"]
+    assert set(build) == {version, platform.python_version()}
 
 
 def test_no_number_is_named_after_a_tenant(running: Running) -> None:

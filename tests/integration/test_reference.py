@@ -52,10 +52,12 @@ def test_a_second_entry_on_a_line_of_attributes_is_one():
 
 
 def test_each_metric_that_a_page_names_exists():
-    known = {one.name for one in (*reference.catalog_metrics(), *reference.vllm_metrics())}
+    known = {
+        one.name for one in (*reference.catalog_metrics(), *reference.manager_metrics(), *reference.vllm_metrics())
+    }
     assert len(known) > 50
     for page, text in _prose():
-        for name in re.findall(r"\bkvbm_(?:catalog|vllm)_[a-z_]*[a-z]\b", text):
+        for name in re.findall(r"\bkvbm_(?:catalog|manager|vllm)_[a-z_]*[a-z]\b", text):
             assert name.removesuffix("_bucket") in known, f"{page}: there is no metric {name}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,7 +63,7 @@ class Ways:
         self.limits = Limits(LimitSettings(requests_per_s=1.0, burst=2), clock=lambda: 0.0)
         access = Access(str(file))
         self.gate = Gate(self._app, access, lambda *_: None, lambda app: Limited(app, self.limits))
-        self.short = FastPath(access, self.limits, cast(Any, None), lambda *_: None)
+        self.short = FastPath(access, self.limits, cast(Any, None), lambda *_: None, defaultdict(int))
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -226,7 +227,9 @@ def test_who_may_not_ask_takes_no_room_by_saying_that_a_body_comes(tmp_path: Pat
     token = add_token(tmp_path / "callers.toml", NewToken("router", "router"), 1.0)
     metrics = add_token(tmp_path / "callers.toml", NewToken("scraper", "metrics"), 1.0)
     limits = Limits(LimitSettings())
-    at_once = FastPath(Access(str(tmp_path / "callers.toml")), limits, cast(Any, None), lambda *_: None)
+    at_once = FastPath(
+        Access(str(tmp_path / "callers.toml")), limits, cast(Any, None), lambda *_: None, defaultdict(int)
+    )
 
     def asked(authorization: str | None) -> ShortQuestion:
         return ShortQuestion(b"/v1/route", True, "10.0.0.1", authorization, None)
@@ -421,7 +424,7 @@ class Work:
                 self.do(took_s[caller.name])
                 return b"{}"
 
-        return FastPath(cast(Access, Everybody()), self.limits, cast(Any, Answers()), lambda *_: None)
+        return FastPath(cast(Access, Everybody()), self.limits, cast(Any, Answers()), lambda *_: None, defaultdict(int))
 
 
 LOOKUP = msgspec.json.encode({"namespace": "00" * 16, "hashes": ""})

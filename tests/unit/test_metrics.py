@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
-from kvbm.catalog.edge.metrics import ROWS
+from kvbm.catalog.degraded import Degraded
+from kvbm.catalog.edge.metrics import ANOMALIES, DEGRADED_PARTS, ROWS
 from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, CatalogMetrics, HistogramBuckets, MetricRow
 from tests.extras import needed
 
@@ -69,3 +73,24 @@ def test_a_row_of_the_catalog_reads_as_one(row: MetricRow) -> None:  # type: ign
     assert row.help[:1].isupper() or row.help[:1].isdigit()
     assert row.help.endswith(".") and "\n" not in row.help
     assert not row.name.endswith(("_s", "_total"))
+
+
+def test_every_rule_that_the_index_counts_is_counted_from_zero_on() -> None:
+    """What appears with its first count has not grown, for Prometheus."""
+    source = (Path(__file__).parents[2] / "native" / "bindings" / "cluster_index.cpp").read_text()
+    names = re.search(r"kAnomalyNames\[kAnomalyCount\] = \{(.*?)\};", source, re.DOTALL)
+    assert names is not None
+    assert re.findall(r'"([a-z-]+)"', names[1]) == list(ANOMALIES)
+
+
+def test_each_part_that_may_be_degraded_is_told_apart() -> None:
+    degraded = Degraded()
+    parts = next(row for row in ROWS if row.name == "degraded_parts")
+    at: Any = SimpleNamespace(degraded=degraded)
+    assert parts.get(at) == {(part,): 0 for part in DEGRADED_PARTS}
+    degraded.note("NATS", "away")
+    degraded.note("instance e-1", "ignored")
+    degraded.note("catalog-follow", "has ended")
+    assert parts.get(at) == {(part,): part in ("NATS", "instances", "tasks") for part in DEGRADED_PARTS}
+    degraded.clear("NATS")
+    assert parts.get(at) == {(part,): part in ("instances", "tasks") for part in DEGRADED_PARTS}

@@ -34,7 +34,7 @@ from kvbm.catalog.edge.checkpoint_response import CheckpointResponse
 from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
 from kvbm.catalog.edge.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.edge.feed_response import FeedResponse
-from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, Gate, content_type
+from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, CountedAnswers, Gate, content_type
 from kvbm.catalog.edge.metrics import ROWS
 from kvbm.catalog.edge.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.edge.watch_requests import decode_watch
@@ -101,18 +101,19 @@ def create_surface(
     """
     limits = Limits(service.settings.limits, refusals=refusals)
     access = access or Access()
-    metrics = CatalogMetrics(ROWS, service, limits.refusals)
+    metrics = CatalogMetrics(ROWS, service, limits.refusals, version)
     answers = PromptAnswers(service, metrics)
     api = _Api(service, version, troubles, limits.refusals, metrics, answers)
     app = Starlette(
         routes=[route.served_by(api) for route in _ROUTES],
         middleware=[
-            Middleware(Gate, access=access, count=api.count_request, within=lambda judged: Limited(judged, limits))
+            Middleware(CountedAnswers, answers=metrics.answers),
+            Middleware(Gate, access=access, count=api.count_request, within=lambda judged: Limited(judged, limits)),
         ],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
     )
     app.router.redirect_slashes = False  # a redirect would name the host that the caller has written, and http
-    return Surface(app, FastPath(access, limits, answers, api.count_request), limits)
+    return Surface(app, FastPath(access, limits, answers, api.count_request, metrics.answers), limits)
 
 
 class _Api:

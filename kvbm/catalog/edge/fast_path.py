@@ -5,7 +5,7 @@ What is refused for who asks, asks for a wait, or is long, is not answered here:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -76,12 +76,19 @@ class FastPath:
 
     Args:
         count: told each request's caller, and that it "passed".
+        statuses: counts answers by their status.
     """
 
     def __init__(
-        self, access: Access, limits: Limits, answers: PromptAnswers, count: Callable[[str, str], None]
+        self,
+        access: Access,
+        limits: Limits,
+        answers: PromptAnswers,
+        count: Callable[[str, str], None],
+        statuses: MutableMapping[int, int],
     ) -> None:
         self._access, self._limits, self._answers, self._count = access, limits, answers, count
+        self._statuses = statuses
 
     def hold(self, question: ShortQuestion, length: int) -> HeldRoom | None:
         """Take room for a body, for `give_back`.
@@ -143,6 +150,7 @@ class FastPath:
             limits.withdraw(judged)
             return None
         self._count(caller.name, "passed")
+        self._statuses[status] += 1
         cost += cost_of(len(body), len(answer))
         if judged.limited and cost:
             limits.requests.charge(limits.clock(), key, cost)

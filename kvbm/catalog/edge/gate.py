@@ -38,6 +38,23 @@ FORBIDDEN = ErrorAnswer(
 )
 
 
+class CountedAnswers:
+    """An ASGI application before another: counts its answers by their status."""
+
+    def __init__(self, app: App, answers: MutableMapping[int, int]) -> None:
+        self._app, self._answers = app, answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._answers[message["status"]] += 1
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+
 class Gate:
     """An ASGI application before another: puts the caller into the scope as `kvbm.caller`, and how to ask again who it
     is as `kvbm.caller_now`, or answers 401 or 403.

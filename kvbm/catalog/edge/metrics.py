@@ -6,9 +6,11 @@ What is counted as requests come (`CatalogMetrics`) and refusals are in `kvbm.te
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from heapq import nlargest
 
+from kvbm.catalog.members.liveness import LifeState
 from kvbm.catalog.put_bytes import Sizes, put_by_instance, put_by_namespace
 from kvbm.catalog.service import CatalogService
 from kvbm.core.ages import AGE_BOUNDS_S, FOLLOWED
@@ -20,6 +22,16 @@ from kvbm.telemetry.metrics import COUNTER, GAUGE, HISTOGRAM, HistogramBuckets, 
 from kvbm.telemetry.transfers import BYTES_PER_S
 
 _MOST_NAMESPACES = 64  # clients choose them, so a label for each would be one for every tenant there ever was
+ANOMALIES = (
+    "created-twice",
+    "evicted-unheld",
+    "snapshot-added",
+    "snapshot-incomplete",
+    "snapshot-withdrew",
+    "unnamed-claim",
+    "refused-at-capacity",
+)
+DEGRADED_PARTS = ("NATS", "SQL", "archive", "checkpoints", "instances", "tasks")
 MISSED_QUESTIONS = ("lookup", "route", "presence", "find", "block", "watch")
 
 
@@ -36,6 +48,13 @@ def _behind_s(at: CatalogService) -> float:
 def _checkpointed(at: CatalogService) -> int:
     last = at.checkpointer.last if at.checkpointer is not None else None
     return last.sequence if last is not None else 0
+
+
+def _degraded_parts(at: CatalogService) -> Labelled:
+    """An instance that is ignored, and a task that has ended, count as one of them, whatever its name."""
+    named = ("instances" if one.startswith("instance ") else one for one in at.degraded.parts())
+    broken = {one if one in DEGRADED_PARTS else "tasks" for one in named}
+    return {(part,): float(part in broken) for part in DEGRADED_PARTS}
 
 
 def _residencies(at: CatalogService) -> Labelled:
@@ -120,6 +139,12 @@ def _lent_by(at: CatalogService) -> Labelled:
 def _not_lent(at: CatalogService) -> Labelled:
     told = [(name, beat.lent) for name, beat in _beats(at) if beat.lent is not None]
     return {(name, why): getattr(lent, why) for name, lent in told for why in REFUSED_FOR}
+
+
+def _states(at: CatalogService) -> Labelled:
+    """Of all that `/v1/instances` shows."""
+    counts = Counter(one.value for one in at.heartbeats.liveness.states())
+    return {(state.value,): counts.get(state.value, 0) for state in LifeState}
 
 
 ROWS: tuple[MetricRow[CatalogService], ...] = (
@@ -313,6 +338,14 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
         "1 while NATS, the database or a folder does not take what it should.",
         lambda at: bool(at.degraded),
     ),
+    MetricRow(
+        "degraded_parts",
+        GAUGE,
+        "1 for a part that does not take what it should: NATS, SQL, archive, checkpoints; instances, for one whose "
+        "heartbeats are ignored; tasks, for one that has ended.",
+        _degraded_parts,
+        ("part",),
+    ),
     MetricRow("checkpoint_sequence", GAUGE, "Sequence of the last checkpoint written.", _checkpointed),
     MetricRow(
         "archive_sequence",
@@ -340,6 +373,13 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
         lambda at: len(at.heartbeats.liveness.excluded()),
     ),
     MetricRow(
+        "instances",
+        GAUGE,
+        "Instances by the state that /v1/instances shows: live, stopping, stopped, silent, unheard.",
+        _states,
+        ("state",),
+    ),
+    MetricRow(
         "ignored",
         GAUGE,
         "Instances in whose name heartbeats come that count for nothing: another run has the place on the stream.",
@@ -351,6 +391,13 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
         "Instances known and stopped, silent or unheard; forgotten after catalog.forget_s.",
         lambda at: len(at.forgetting.downtimes),
     ),
+    MetricRow(
+        "troubled",
+        GAUGE,
+        "1 for an instance whose last heartbeat says that a part of it does not work, else 0; /v1/instances says what.",
+        lambda at: {(name,): float(bool(beat.trouble)) for name, beat in _beats(at)},
+        ("instance",),
+    ),
     MetricRow("watches", GAUGE, "Feeds of changes that are open.", lambda at: len(at.watches)),
     MetricRow(
         "view_age_seconds",
@@ -361,7 +408,23 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
     ),
     MetricRow("indexed_blocks", GAUGE, "Distinct blocks somebody holds.", lambda at: at.index.block_count()),
     MetricRow(
-        "anomalies", COUNTER, "Rules broken by events, by rule.", lambda at: _by_one(at.index.anomalies()), ("rule",)
+        "index_entries",
+        GAUGE,
+        "Residencies and claims that the index has; it refuses more than index_capacity.",
+        lambda at: at.index.residency_count() + sum(at.index.claim_counts().values()),
+    ),
+    MetricRow(
+        "index_capacity",
+        GAUGE,
+        "Residencies and claims that the index takes: catalog.capacity.",
+        lambda at: at.settings.capacity,
+    ),
+    MetricRow(
+        "anomalies",
+        COUNTER,
+        "Rules broken by events, by rule.",
+        lambda at: _by_one(dict.fromkeys(ANOMALIES, 0) | at.index.anomalies()),
+        ("rule",),
     ),
     MetricRow(
         "residencies",

@@ -46,6 +46,7 @@ from __future__ import annotations
 import math
 import secrets
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple, assert_never
 
@@ -311,6 +312,10 @@ class Liveness(Roster):
         if member.is_silent:
             return LifeState.SILENT
         return LifeState.STOPPING if member.pulse is not None and member.pulse.heartbeat.stopping else LifeState.LIVE
+
+    def states(self) -> Iterator[LifeState]:
+        """Of everyone of whom a heartbeat came or something was read, in no order."""
+        return (self.state(instance) for instance in self._members)
 
     def instances(self) -> list[InstanceId]:
         """Everyone of whom a heartbeat came or something was read."""

@@ -1,0 +1,1 @@
+"""Grafana's dashboards of kvbm. `python -m tools.dashboards.write` writes deploy/grafana."""
