@@ -31,7 +31,7 @@ class HangUps:
 
     def install(self) -> None:
         """Count them from now on; not under nohup, which has them ignored, nor where a caller has its own handler."""
-        if self._is_installed or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
             self._had_terminal = _has_terminal()

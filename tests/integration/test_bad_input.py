@@ -302,7 +302,7 @@ def test_sizes_and_tables_are_settings_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        ("log.level", "kvbm logs through structlog"),
+        ("logging.level", "the nearest is 'log.level'"),
         ("nats.what_on_earth_is_it", "there are nats.url, "),
         ("volume", "there are instance, "),
         ("pools.hots.slots", "the nearest is 'pools.host.slots'"),

@@ -110,6 +110,7 @@ class _Prepared(NamedTuple):
     access: Access | None
     tls: ServerTls | None
     secrets: TenantSecrets
+    sockets: int
 
 
 def prepare(parts: ServedParts, settings: ServiceSettings) -> _Prepared:
@@ -118,7 +119,10 @@ def prepare(parts: ServedParts, settings: ServiceSettings) -> _Prepared:
     check_exposed(options, parts.address)
     access = Access(options.file) if options.file else None
     tls = ServerTls(options) if options.tls_cert else None
-    return _Prepared(settings, access, tls, TenantSecrets(settings.tenant_secrets, settings.tenant_secrets_file))
+    secrets = TenantSecrets(settings.tenant_secrets, settings.tenant_secrets_file)
+    # Those that are open count as files that the process needs, and as connections
+    sockets = room_for_sockets(settings.limits.sockets, may_raise=True) + len(parts.connections)
+    return _Prepared(settings, access, tls, secrets, sockets)
 
 
 def commit(parts: ServedParts, new: _Prepared) -> tuple[str, ...]:
@@ -133,7 +137,7 @@ def commit(parts: ServedParts, new: _Prepared) -> tuple[str, ...]:
     limits = new.settings.limits
     if limits != parts.limits.settings:
         parts.limits.change(limits)
-        parts.connections.change(limits, room_for_sockets(limits.sockets, may_raise=True))
+        parts.connections.change(limits, new.sockets)
         parts.service.watches.change(limits)
         parts.config.timeout_keep_alive = max(1, round(limits.idle_s))
     before = parts.service.settings
