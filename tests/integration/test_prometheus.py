@@ -184,6 +184,7 @@ def test_a_nats_that_is_killed_is_told_and_its_return_ends_the_alerts(
         assert not wanted & running.alerts("firing").keys()
         server = site.pair.site.server
         port = int(server.url.rpartition(":")[2])
+        server._process.kill()
         server.stop()
         firing = eventually(
             lambda: found if wanted <= (found := running.alerts("firing")).keys() else {},
