@@ -63,9 +63,9 @@ def metrics_collector(*managers: BlockManager) -> Collector:
     if len(set(names)) != len(names):
         raise ArgumentValueError("managers", f"has an instance twice: {', '.join(sorted(names))}")
     from kvbm.manager.metrics import MANAGER_ROWS, read_manager
-    from kvbm.telemetry.metrics import RowCollector
+    from kvbm.telemetry.metrics import MetricRowCollector
 
     version = kvbm_version()
-    return RowCollector(
+    return MetricRowCollector(
         MANAGER_ROWS, lambda: {(one.instance,): read_manager(one, version) for one in managers}, ("instance",)
     )

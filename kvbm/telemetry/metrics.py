@@ -113,7 +113,7 @@ class CatalogMetrics:
     ) -> None:
         self.answers: dict[int, int] = defaultdict(int)
         self._registry = CollectorRegistry()
-        self._registry.register(RowCollector(rows, lambda: {(): source}))
+        self._registry.register(MetricRowCollector(rows, lambda: {(): source}))
         self._registry.register(_Refusals(refusals))
         self._registry.register(_Answers(self.answers))
         self._registry.register(_Build(version))
@@ -189,7 +189,7 @@ class _Build(Collector):
         yield build
 
 
-class RowCollector(Collector, Generic[Source]):
+class MetricRowCollector(Collector, Generic[Source]):
     """Rows as a collector of prometheus-client.
 
     Args:

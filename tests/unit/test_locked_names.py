@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOUND_OTHERWISE = {  # calls with a lock held that cannot be seen here, each with its reason
-    "kvbm/transport/nixl_agent.py: _send calls _started_locked": "it takes the lock by `acquire`, which has a deadline",
-    "kvbm/transport/nixl_agent.py: _send calls _end_locked": "the same",
+    "kvbm/transport/nixl_agent.py: _hand calls _handed_locked": "it takes the lock by `acquire`, which has a deadline",
+    "kvbm/transport/nixl_agent.py: _hand calls _ended_locked": "the same",
 }
 _SAYS_SO = re.compile(r"\b(?:Under the (?:\w+'s )?(?:lock|guard)|With the (?:lock|guard) held)\.")
 _OF_A_CLASS = re.compile(r"\b(?:All of it under|Under) the (?:\w+'s )?lock\b")
