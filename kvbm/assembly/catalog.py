@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from kvbm.assembly.native import NATIVE, NATIVE_INDEX, NATIVE_MESSAGES
 from kvbm.assembly.services import database_url, make_data_dir, nats_url, stream_credentials
+from kvbm.assembly.start import kvbm_version
+from kvbm.assembly.traces import open_tracing
 from kvbm.config import Settings, check_settings
 from kvbm.core.parts import parts_of
 from kvbm.streams.nats.connection import shown
@@ -41,6 +43,9 @@ def run_catalog(
         url = nats_url(settings, opened)
         if not (settings.catalog.database and settings.catalog.checkpoints):
             make_data_dir(settings)
+        tracing = open_tracing(settings, "kvbm-catalog", "", kvbm_version())
+        if tracing is not None:
+            opened.callback(tracing.close)
         service = ServiceSettings(
             nats_url=url,
             credentials=credentials,
@@ -71,6 +76,7 @@ def run_catalog(
             routing=settings.catalog.routing,
             parts=parts_of(settings.catalog.parts),
             new_messages=NATIVE_MESSAGES,
+            tracing=tracing,
         )
         follows = f"follows {shown(url)}"
         run(

@@ -26,6 +26,7 @@ from kvbm.config.settings import (
     SourceSettings,
     TenantSettings,
     TierWeightSettings,
+    TracesSettings,
     TransportSettings,
 )
 
@@ -55,6 +56,7 @@ __all__ = [
     "Sources",
     "TenantSettings",
     "TierWeightSettings",
+    "TracesSettings",
     "TransportSettings",
     "check_gc",
     "check_settings",
