@@ -6,13 +6,11 @@ refused. Either is one warning until it takes spans again.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from secrets import randbits
-from typing import Any
 from urllib.parse import urlsplit
 
 from kvbm.core.errors import MissingExtraError
@@ -22,14 +20,14 @@ from kvbm.telemetry.tracing import Tracing
 try:
     import requests
     from opentelemetry.context import Context
-    from opentelemetry.exporter.otlp.proto.http import trace_exporter
+    from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan, Span, SpanLimits, SpanProcessor, TracerProvider
-    from opentelemetry.sdk.trace.export import SpanExportResult
     from opentelemetry.sdk.trace.id_generator import IdGenerator
     from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+    from opentelemetry.util.re import parse_env_headers
 except ImportError:
-    raise MissingExtraError("traces (opentelemetry-sdk, opentelemetry-exporter-otlp-proto-http)", "traces") from None
+    raise MissingExtraError("traces (opentelemetry-sdk, opentelemetry-exporter-otlp-proto-common)", "traces") from None
 
 log = SafeLog()
 
@@ -83,13 +81,7 @@ class _SpanQueue(SpanProcessor):
         self._process = os.getpid()
         self._waiting: deque[ReadableSpan] = deque(maxlen=MOST_WAITING)
         self._endpoint = endpoint
-        self._statuses: list[int] = []  # of the answers to a request
-        parts = urlsplit(endpoint)
-        url = endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
-        session = requests.Session()
-        session.trust_env = parts.hostname not in _HERE
-        session.hooks["response"].append(self._answered)
-        self._exporter = trace_exporter.OTLPSpanExporter(url, timeout=_TIMEOUT_S, session=session)
+        self._receiver = _Receiver(endpoint)
         self._stops = threading.Event()
         self._is_away = False
         self._lost = 0  # the queue was full
@@ -120,8 +112,7 @@ class _SpanQueue(SpanProcessor):
         if left := len(self._waiting) + self._lost:
             self._waiting.clear()
             log.warning("traces.closed_unsent", spans=left, endpoint=self._endpoint, notice="these spans are lost")
-        with _QUIET.within():
-            self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        self._receiver.close()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         """See SpanProcessor; the thread sends them."""
@@ -146,7 +137,7 @@ class _SpanQueue(SpanProcessor):
             batch: list[ReadableSpan] = []
             while self._waiting and len(batch) < _BATCH:
                 batch.append(self._waiting.popleft())
-            why, is_away = self._send(batch)
+            why, is_away = self._receiver.send(batch)
             if not why:
                 if self._is_away:
                     log.info("traces.found", endpoint=self._endpoint, lost_spans=self._lost)
@@ -169,52 +160,55 @@ class _SpanQueue(SpanProcessor):
                 return False
         return True
 
-    def _send(self, batch: Sequence[ReadableSpan]) -> tuple[str, bool]:
-        """Why the receiver has not taken them, "" where it has; and whether it may take them later."""
-        self._statuses.clear()
-        with _QUIET.within():
-            try:
-                if self._exporter.export(batch) == SpanExportResult.SUCCESS:
-                    return "", False
-                why = _QUIET.said()
-            except Exception as error:  # noqa: BLE001 - the thread goes on
-                why = f"{type(error).__name__}: {error}"
-        if self._statuses:
-            return f"status {self._statuses[-1]}", self._statuses[-1] in _AWAY
-        return why or "no answer", True
 
-    def _answered(self, response: requests.Response, *arguments: Any, **more: Any) -> None:
-        self._statuses.append(response.status_code)
+class _Receiver:
+    """An OTLP receiver, over HTTP. One thread sends; any may close.
 
+    OpenTelemetry's own exporter is not used: it draws from `random`, whose numbers an engine counts on, waits where it
+    tries again, and writes of each failure into the engine's log.
+    """
 
-class _Quiet(logging.Filter):
-    """Keeps what the exporter logs in a thread of ours out of the engine's log: we say it once, in our own."""
+    def __init__(self, endpoint: str) -> None:
+        parts = urlsplit(endpoint)
+        self._url = endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}/v1/traces"
+        self._session = requests.Session()
+        self._session.trust_env = parts.hostname not in _HERE
+        self._session.headers.update(parse_env_headers(_variable("HEADERS"), liberal=True))
+        self._session.headers["content-type"] = "application/x-protobuf"
+        self._session.verify = _variable("CERTIFICATE") or True
+        proof = _variable("CLIENT_CERTIFICATE"), _variable("CLIENT_KEY")
+        self._session.cert = proof if all(proof) else proof[0] or None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._thread = threading.local()
+    def send(self, batch: Sequence[ReadableSpan]) -> tuple[str, bool]:
+        """Why it has not taken them, "" where it has; and whether it may take them later."""
+        try:
+            body = encode_spans(batch).SerializeToString()
+        except Exception as error:  # noqa: BLE001 - the thread goes on
+            return f"{type(error).__name__}: {error}", False
+        try:
+            answer = self._session.post(self._url, body, timeout=_TIMEOUT_S, allow_redirects=False)
+        except (requests.ConnectionError, requests.Timeout) as error:
+            return _words(error), True
+        except Exception as error:  # noqa: BLE001 - a file of certificates that is none, for one
+            return f"{type(error).__name__}: {error}", False
+        return (
+            "" if answer.ok and not answer.is_redirect else f"status {answer.status_code}",
+            answer.status_code in _AWAY,
+        )
 
-    def within(self) -> _Quiet:
-        self._thread.says = [""]
-        return self
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, *error: object) -> None:
-        del self._thread.says
-
-    def said(self) -> str:
-        """What was logged last."""
-        return str(self._thread.says[-1])
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """See logging.Filter."""
-        says: list[str] | None = getattr(self._thread, "says", None)
-        if says is not None:
-            says[:] = [record.getMessage()]
-        return says is None
+    def close(self) -> None:
+        """Give the connection back."""
+        self._session.close()
 
 
-_QUIET = _Quiet()
-logging.getLogger(trace_exporter.__name__).addFilter(_QUIET)
+def _variable(name: str) -> str:
+    """What OpenTelemetry's variables say of a receiver of traces; "" for nothing."""
+    return os.environ.get(f"OTEL_EXPORTER_OTLP_TRACES_{name}") or os.environ.get(f"OTEL_EXPORTER_OTLP_{name}") or ""
+
+
+def _words(error: Exception) -> str:
+    """What failed, without the objects that requests puts into its messages."""
+    while error.args and isinstance(error.args[0], Exception):
+        error = error.args[0]
+    reason = getattr(error, "reason", None)
+    return str(reason or error).rpartition(": ")[2] or type(error).__name__
