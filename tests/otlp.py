@@ -97,6 +97,10 @@ class OtlpReceiver:
         (found,) = self.named(name, **values)
         return found
 
+    def forget(self) -> None:
+        """What came counts no more."""
+        self._spans.clear()
+
     def wait_asked(self, more_than: int = 0) -> None:
         """Until somebody has sent something."""
         eventually(lambda: self.asked > more_than, "nobody sends spans", WAIT_S)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from kvbm.assembly import open_engine_manager, open_manager
-from kvbm.config import load_settings
+from kvbm.config import TracesSettings, load_settings
 from kvbm.core.errors import ConfigError, MissingExtraError
-from kvbm.core.ids import HASH_BYTES, Tier, split_hashes
+from kvbm.core.ids import HASH_BYTES, Namespace, Tier, split_hashes
+from kvbm.locate.asynchronous import AsyncCatalogClient
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.manager.owned_hbm import Manager
+from kvbm.telemetry import span_export
+from tests import vllm_script
+from tests.catalog_site import HASHES, SPACE, run_catalog
 from tests.eventually import WAIT_S, eventually
 from tests.extras import needed
 from tests.floods import CatalogProcess, catalog_process
@@ -30,6 +37,7 @@ from tests.object_stores import Place, s3_place
 from tests.otlp import OtlpReceiver, Received
 from tests.owning_engines import OwningEngine
 from tests.owning_engines import opened as engine_opened
+from tests.vllm_script import BLOCK_TOKENS, FULL, Engine, Request, engine_settings
 
 needed("opentelemetry.exporter.otlp.proto.common", "traces")
 needed("torch", "engine")
@@ -39,6 +47,12 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
 SECRET = "a-secret-of-nobody-else"
+
+
+@pytest.fixture(autouse=True)
+def sent_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of this process go at once."""
+    monkeypatch.setattr(span_export, "_EVERY_S", 0.01)
 
 
 @pytest.fixture
@@ -312,6 +326,84 @@ def test_two_managers_of_one_process_speak_for_themselves(
         eventually(lambda: len(other.named("kvbm.acquire")) == 2, "one manager's close has ended the other's traces")
 
 
+# -- the catalog, and engines -----------------------------------------------------------------------------------------
+
+
+def test_routers_are_answered_in_their_own_traces_over_every_way_in(
+    nats_url: str, cluster: str, sqlite_url: str, receiver: OtlpReceiver, opened: ExitStack
+) -> None:
+    """JSON, the binary form, the long way of a wait, NATS and asyncio."""
+    trace = needed("opentelemetry.trace", "traces")
+    tracing = span_export.exporting(receiver.url, 1e-12, {"service.name": "kvbm-catalog"}, "1")
+    opened.callback(tracing.close)
+    catalog = contextmanager(run_catalog)(nats_url, cluster, sqlite_url, tracing=tracing)
+    running = opened.enter_context(catalog)
+    instance = running.instance("a")
+    instance.create(0, 4)
+    at = instance.publish()
+    instance.beat()
+    http = running.client
+    over_nats = opened.enter_context(CatalogClient(f"{nats_url}/{cluster}/any", WAIT_S))
+    eventually(lambda: http.instances() and http.instances()[0].state == "live", "the instance is not heard of")
+    asked = 0
+
+    def traced(name: str, ask: Callable[[], object], blocks: int = 4) -> None:
+        nonlocal asked
+        asked += 1
+        context = trace.SpanContext(asked, asked, is_remote=False, trace_flags=trace.TraceFlags(1))
+        with trace.use_span(trace.NonRecordingSpan(context)):
+            ask()
+        span = receiver.one(f"kvbm.catalog.{name}", blocks=blocks, namespace=SPACE.id.hex(), prompts=blocks // 4)
+        assert (span.trace, span.parent, span.kind) == (f"{asked:032x}", f"{asked:016x}", 2)
+        assert span.values["index_s"] >= 0
+        receiver.forget()
+
+    prompt = HASHES[: 4 * HASH_BYTES]
+
+    async def ask_async() -> None:
+        async with AsyncCatalogClient(http.url, WAIT_S) as client:
+            await client.lookup(SPACE, prompt)
+
+    traced("lookup", lambda: http.lookup(SPACE, prompt))
+    traced("lookup", lambda: http.lookup(SPACE, prompt, at_least=[at]))
+    traced("route", lambda: http.route(SPACE, prompt, 20))
+    traced("presence", lambda: http.presence(SPACE, prompt))
+    traced("find", lambda: http.find(SPACE, prompt))
+    traced("lookup", lambda: http.lookup_many(SPACE, [prompt, prompt]), 8)
+    traced("route", lambda: http.route_many(SPACE, [prompt, prompt], [20, 20]), 8)
+    traced("lookup", lambda: over_nats.lookup(SPACE, prompt))
+    traced("route", lambda: over_nats.route_many(SPACE, [prompt, prompt], [20, 20]), 8)
+    traced("lookup", lambda: asyncio.run(ask_async()))
+    http.lookup(SPACE, prompt)  # nobody has decided that it is traced, and hardly any is
+    tracing.close()
+    assert not receiver.spans
+
+
+def test_vllms_requests_bring_the_trace_that_their_clients_have_begun(
+    tmp_path: Path, receiver: OtlpReceiver, opened: ExitStack
+) -> None:
+    settings = replace(engine_settings(tmp_path, 64, 0), traces=TracesSettings(endpoint=receiver.url))
+    space = Namespace(model="m", revision="r1", block_tokens=BLOCK_TOKENS)
+    manager = opened.enter_context(open_engine_manager(settings, [space], vllm_script.BLOCK_BYTES, "vllm"))
+    engine = Engine(manager, FULL, [space])
+    tokens = list(range(1_000_003, 1_000_003 + 4 * BLOCK_TOKENS + 1))
+    engine.run(tokens)
+    request = Request(tokens)
+    request.trace_headers = {"traceparent": SAMPLED, "tracestate": f"secret={SECRET}"}  # type: ignore[attr-defined]
+    assert engine.ask(request) == 4 * BLOCK_TOKENS
+    span = receiver.one("kvbm.acquire", outcome="hit")
+    assert (span.trace, span.parent, span.values["hits.host"]) == (TRACE, PARENT, 4)
+    store = receiver.named("kvbm.store")
+    assert store and all(one.parent == "" for one in store)
+    engine.admit(request, 0, 4 * BLOCK_TOKENS)
+    engine.step()
+    engine.end(request)
+    manager.close()
+    sent = b"".join(receiver.bodies)
+    assert SECRET.encode() not in sent
+    assert not any(str(token).encode() in sent for token in tokens)
+
+
 # -- which requests are traced ----------------------------------------------------------------------------------------
 
 
@@ -361,7 +453,15 @@ def warnings_in(logs: list[Any], word: str) -> list[Any]:
     return [one for one in logs if one["event"] == word]
 
 
-def test_a_receiver_that_hangs_holds_up_neither_requests_nor_the_close(tmp_path: Path, receiver: OtlpReceiver) -> None:
+def closes_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A close waits hardly at all for a receiver that does not answer."""
+    monkeypatch.setattr(span_export, "_CLOSE_S", 0.1)
+
+
+def test_a_receiver_that_hangs_holds_up_neither_requests_nor_the_close(
+    tmp_path: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closes_soon(monkeypatch)
     receiver.hangs.set()
     with capture_logs() as logs:
         manager = manager_at(tmp_path, receiver.url)
@@ -420,8 +520,7 @@ def test_a_receiver_that_is_away_gets_what_waits_when_it_comes(tmp_path: Path, o
 def test_a_full_queue_loses_the_oldest_and_says_how_many(
     tmp_path: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvbm.telemetry import span_export
-
+    closes_soon(monkeypatch)
     monkeypatch.setattr(span_export, "MOST_WAITING", 4)
     receiver.hangs.set()
     with capture_logs() as logs:
@@ -507,15 +606,20 @@ def test_a_forked_child_sends_nothing_and_ends(tmp_path: Path, receiver: OtlpRec
     assert sorted(one.values["blocks"] for one in receiver.named("kvbm.acquire")) == [1, 2]
 
 
-def test_who_has_seeded_random_has_ids_of_its_own(tmp_path: Path, receiver: OtlpReceiver) -> None:
-    text = f"""
-    import random
-    random.seed(0)
-    with opened(**{{"traces.endpoint": "{receiver.url}"}}) as manager:
-        manager.acquire(space.id, bytes(32))
-    print(random.random())
-    """
-    assert [program(OPEN + text, tmp_path) for _ in range(2)] == ["0.8444218515250481"] * 2  # as without traces
+def test_an_engine_that_has_seeded_random_gets_the_numbers_it_counts_on(
+    tmp_path: Path, receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the ids of all its processes would be the same ones, too."""
+    before = random.getstate()
+    try:
+        for name in ("a", "b"):
+            random.seed(0)
+            seeded = random.getstate()
+            with manager_at(tmp_path / name, receiver.url) as manager:
+                manager.acquire(NAMESPACE.id, hashes_of(1, 2))
+            assert random.getstate() == seeded
+    finally:
+        random.setstate(before)
     assert len({one.trace for one in receiver.named("kvbm.acquire")}) == 2
 
 
@@ -525,7 +629,7 @@ def test_who_has_seeded_random_has_ids_of_its_own(tmp_path: Path, receiver: Otlp
 def test_a_manager_without_the_extra_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
-    for name in [one for one in sys.modules if one in ("kvbm.telemetry.tracing", "kvbm.telemetry.span_export")]:
+    for name in ("kvbm.telemetry.tracing", "kvbm.telemetry.span_export"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingExtraError, match=r"traces \(.*pip install 'kvbm-ledger\[traces\]'"):
