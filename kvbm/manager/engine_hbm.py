@@ -62,7 +62,6 @@ class Store(NamedTuple):
         slots: the HOST slot of each, to be filled.
         at: index of each in the run.
         start: position of the run in its chain, in blocks.
-        span: where it is traced.
     """
 
     copy: Copy
@@ -70,7 +69,6 @@ class Store(NamedTuple):
     slots: list[int]
     at: list[int]
     start: int
-    span: TraceSpan | None = None
 
 
 class _NoSuchCallError(LedgerError, AttributeError):
@@ -353,8 +351,9 @@ class EngineHbmManager(BlockManager):
                 return None
             index = {block: at for at, block in enumerate(split_hashes(hashes))}
             at = [index[block] for block in split_hashes(copy.hashes)]
-            span = None if self._tracing is None else self._begin_store_span(self._tracing, copy, trace)
-            store = Store(copy, copy.hashes, split_slots(copy.target_slots), at, start, span)
+            store = Store(copy, copy.hashes, split_slots(copy.target_slots), at, start)
+            if self._tracing is not None:
+                self._copies.store_spans[copy.id] = self._begin_store_span(self._tracing, copy, trace)
         except BaseException:  # a signal's handler may raise anything anywhere; no worker has been told
             for copy in begun:
                 self._end_unended(copy)
@@ -387,8 +386,8 @@ class EngineHbmManager(BlockManager):
         finally:
             if ends:
                 self._end_unended(copy)
-                if store.span is not None:
-                    store.span.end(_stored_values(there), "" if all(there) else "a worker failed")
+                if (span := self._copies.store_spans.pop(copy.id, None)) is not None:
+                    span.end(_stored_values(there), "" if all(there) else "a worker failed")
         self._stream.recorded()
 
     def keep_stored(
