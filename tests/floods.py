@@ -64,6 +64,7 @@ def catalog_process(
     files: int = 0,
     access: Mapping[str, object] | None = None,
     ca: str = "",
+    more: Mapping[str, object] | None = None,
     **limits: object,
 ) -> Iterator[CatalogProcess]:
     """`kvbm-catalog serve` on a free port of the loopback.
@@ -72,6 +73,7 @@ def catalog_process(
         files: it may have so many open; 0: as many as this process.
         access: settings of `catalog` on who may ask.
         ca: who signs its certificate; "" where it serves without TLS.
+        more: further settings.
         limits: settings of `catalog.limits`.
     """
     listen, log = f"127.0.0.1:{free_port()}", folder / "catalog.log"
@@ -83,6 +85,7 @@ def catalog_process(
         "catalog.listen": listen,
         **{f"catalog.{name}": value for name, value in (access or {}).items()},
         **{f"catalog.limits.{name}": value for name, value in limits.items()},
+        **(more or {}),
     }
     command = [
         sys.executable,

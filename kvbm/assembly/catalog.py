@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from kvbm.assembly.native import NATIVE, NATIVE_INDEX, NATIVE_MESSAGES
 from kvbm.assembly.reload import NewSettings, Reloads
 from kvbm.assembly.services import database_url, make_data_dir, nats_url, stream_credentials
+from kvbm.assembly.start import kvbm_version
+from kvbm.assembly.traces import open_tracing
 from kvbm.config import Settings, check_settings
 from kvbm.core.parts import parts_of
 from kvbm.safe_log import SafeLog
@@ -23,6 +25,7 @@ from kvbm_ledger.hang_ups import HANG_UPS
 
 if TYPE_CHECKING:
     from kvbm.catalog.service import Companion, ServiceSettings
+    from kvbm.telemetry.tracing import Tracing
 
 log = SafeLog()
 
@@ -49,9 +52,12 @@ def run_catalog(
         if not (settings.catalog.database and settings.catalog.checkpoints):
             make_data_dir(settings)
         companions = () if companion is None else (companion(settings, url, credentials),)
+        tracing = open_tracing(settings, "kvbm-catalog", "", kvbm_version())
+        if tracing is not None:
+            opened.callback(tracing.close)
 
         def service_settings(settings: Settings) -> ServiceSettings:
-            return _service_settings(settings, url, credentials, companions)
+            return _service_settings(settings, url, credentials, companions, tracing)
 
         def tell(at: str) -> None:
             if is_json():
@@ -92,7 +98,11 @@ class _CatalogReloads:
 
 
 def _service_settings(
-    settings: Settings, url: str, credentials: Credentials, companions: tuple[tuple[str, Companion], ...]
+    settings: Settings,
+    url: str,
+    credentials: Credentials,
+    companions: tuple[tuple[str, Companion], ...],
+    tracing: Tracing | None,
 ) -> ServiceSettings:
     from kvbm.catalog.access.callers import AccessOptions
     from kvbm.catalog.service import ServiceSettings
@@ -127,4 +137,5 @@ def _service_settings(
         routing=settings.catalog.routing,
         parts=parts_of(settings.catalog.parts),
         new_messages=NATIVE_MESSAGES,
+        tracing=tracing,
     )

@@ -15,7 +15,8 @@ from kvbm.assembly.logs import log_style
 from kvbm.assembly.native import NATIVE_CORE, Core, ages_of
 from kvbm.assembly.pools import instance_folder, journal_folder, open_pools
 from kvbm.assembly.services import catalog_credentials, erasure_log, make_data_dir, nats_url, stream_credentials
-from kvbm.assembly.start import OnStream, ask_stream, begin_epoch, epoch_in_catalog
+from kvbm.assembly.start import OnStream, ask_stream, begin_epoch, epoch_in_catalog, kvbm_version
+from kvbm.assembly.traces import open_tracing
 from kvbm.config import JournalSettings, NvmeSettings, ObjectSettings, Settings, check_settings
 from kvbm.core.arguments import check_namespaces
 from kvbm.core.backend import LedgerProtocol
@@ -182,6 +183,9 @@ def _open_manager(
             journal = opened.enter_context(
                 closing(Journal.open(journal_folder(settings), instance, backend, options, run=run))
             )
+        tracing = open_tracing(settings, "kvbm", instance, kvbm_version()) if engine != JANITOR else None
+        if tracing is not None:
+            opened.callback(tracing.close)
         pools = open_pools(settings, namespaces, block_bytes, instance, object_pool, layers, opened_pools)
         ledger = core.new_ledger(
             _listed(pools), settings.pools.eviction, settings.journal.waiting_bytes, _shares(settings, block_bytes)
@@ -245,6 +249,7 @@ def _open_manager(
                     pins=pools.has_gpu,
                 ),
                 ages=ages_of(pools.slots),
+                tracing=tracing,
             ),
         )
         publishing = (
@@ -253,6 +258,8 @@ def _open_manager(
             else None
         )
         disowners = [*exchange.disowners, *([journal.disown] if journal is not None else [])]
+        if tracing is not None:
+            disowners.append(tracing.disown)
         erasing_url = url if engine != JANITOR else ""
         stoppers = _begin_exchange(settings, exchange, manager, opened_pools, watched, erasing_url, credentials)
         # Once it is the manager's, that closes it all, but leaves pools to a copy that has not ended.

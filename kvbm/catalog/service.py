@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Set
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import msgspec
 
@@ -50,6 +50,9 @@ from kvbm.streams.nats.messages import NewMessages, ReadableMessages
 from kvbm.streams.nats.stream import NatsStream
 from kvbm.tenant_secrets import TenantSecrets
 
+if TYPE_CHECKING:
+    from kvbm.telemetry.tracing import Tracing
+
 log = SafeLog()
 
 CLOSE_WAIT_S = 5.0
@@ -83,6 +86,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         limits: what callers may ask.
         parts: instances in these are followed, the others not; see `core.parts`.
         new_messages: as in `NatsStream.connect`.
+        tracing: makes spans of questions about prompts; None: nobody wants them.
         companions: what else runs beside the service until it is closed, by name. The service goes on without one that
             ends.
     """
@@ -113,6 +117,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     limits: LimitSettings = LimitSettings()
     parts: tuple[int, ...] = ALL_PARTS
     new_messages: NewMessages = ReadableMessages
+    tracing: Tracing | None = None
     companions: tuple[tuple[str, Companion], ...] = ()
 
 

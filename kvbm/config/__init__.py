@@ -28,6 +28,7 @@ from kvbm.config.settings import (
     SourceSettings,
     TenantSettings,
     TierWeightSettings,
+    TracesSettings,
     TransportSettings,
 )
 
@@ -58,6 +59,7 @@ __all__ = [
     "Sources",
     "TenantSettings",
     "TierWeightSettings",
+    "TracesSettings",
     "TransportSettings",
     "changed_keys",
     "check_gc",

@@ -49,6 +49,14 @@ def check_settings(settings: Settings) -> None:
             f"journal.max_bytes is {settings.journal.max_bytes}; it must be at least journal.capacity_bytes "
             f"({settings.journal.capacity_bytes}), which is part of it, or 0 for no more than that"
         )
+    endpoint = settings.traces.endpoint
+    if "@" in endpoint:
+        raise ConfigError(
+            "traces.endpoint has a user or a password; leave them out, and give the receiver's header in "
+            "OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    if endpoint and not _is_http(endpoint):
+        raise ConfigError(f"traces.endpoint is {endpoint!r}; write http://host:port or https://host:port")
     _check_transport(settings.transport)
     _check_sources(settings.bridge.sources)
     _check_levels(settings.log.levels)

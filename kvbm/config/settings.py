@@ -297,6 +297,21 @@ class SamplesSettings(SettingsGroup, frozen=True):
     rate: Annotated[float, Meta(ge=0, le=1)] = 0.1
 
 
+class TracesSettings(SettingsGroup, frozen=True):
+    """Traces of requests, by OpenTelemetry.
+
+    Attributes:
+        endpoint: the OTLP receiver they go to, by HTTP and protobuf: http://host:port, where a path is given as it is
+            written, else with /v1/traces. "": the tracer provider that the embedding engine has set makes them, if it
+            has. What else there is to say of a receiver stands in OpenTelemetry's variables, as its headers in
+            OTEL_EXPORTER_OTLP_HEADERS.
+        sample: share of the requests that are traced where nobody before has decided it, 0 to 1; 0: none at all.
+    """
+
+    endpoint: str = ""
+    sample: Annotated[float, Meta(ge=0, le=1)] = 1.0
+
+
 class TierWeightSettings(SettingsGroup, frozen=True):
     """Factors on the cost of fetching a block from each tier to HBM, as routing prices it.
 
@@ -653,6 +668,7 @@ class Settings(SettingsGroup, frozen=True):
     nats: NatsSettings = NatsSettings()
     snapshots: SnapshotsSettings = SnapshotsSettings()
     samples: SamplesSettings = SamplesSettings()
+    traces: TracesSettings = TracesSettings()
     catalog: CatalogSettings = CatalogSettings()
     gc: GcSettings = GcSettings()
     erasure: ErasureSettings = ErasureSettings()

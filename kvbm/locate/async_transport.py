@@ -18,6 +18,8 @@ from kvbm.locate.credentials import CatalogCredentials, CredentialProof
 from kvbm.locate.proxies import proxy_of
 from kvbm.locate.requests import UNIX, AskedFirst, CatalogRequest, Turns, away, distrusted, ended, place_of
 from kvbm.locate.transport import CatalogTransport
+from kvbm.telemetry.traceparent import NAME as TRACEPARENT
+from kvbm.telemetry.traceparent import traceparent
 
 KEPT = 16  # connections to a catalog that nobody uses
 _HEAD_BYTES = 64 << 10
@@ -200,6 +202,8 @@ def _head(request: CatalogRequest, host: str, token: str) -> bytes:
         lines += [f"Content-Type: {request.content_type}", f"Content-Length: {len(request.body)}"]
     if token:
         lines.append(f"Authorization: Bearer {token}")
+    if parent := traceparent():
+        lines.append(f"{TRACEPARENT}: {parent}")
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 

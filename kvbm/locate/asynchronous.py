@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -147,7 +148,10 @@ class AsyncCatalog:
         self._check_open()
         if self._threads is None:
             return question(*arguments, **more)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: question(*arguments, **more))
+        within = copy_context()  # has the current span
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, lambda: within.run(question, *arguments, **more)
+        )
 
     async def _ask_long(self, question: Callable[..., R], *arguments: Any, **more: Any) -> R:
         """`_ask`, of a question that may wait for positions."""

@@ -17,6 +17,8 @@ from kvbm.locate.nats_proof import NatsProof, target_of
 from kvbm.locate.nats_wire import AnswerLateError, LostError, NobodyListensError, Question, Wire
 from kvbm.locate.requests import NOT_READY, CatalogAwayError, CatalogRequest, closed, error_code
 from kvbm.safe_log import SafeLog
+from kvbm.telemetry.traceparent import NAME as TRACEPARENT
+from kvbm.telemetry.traceparent import traceparent
 
 log = SafeLog()
 
@@ -83,6 +85,8 @@ class NatsTransport:
             )
         verb, body = asked
         headers = b"" if request.content_type == JSON_TYPE else f"{TYPE_HEADER}: {request.content_type}\r\n".encode()
+        if parent := traceparent():
+            headers += f"{TRACEPARENT}: {parent}\r\n".encode()
         question = Question(self._subject(verb), headers, body)
         deadline_s = time.monotonic() + timeout_s
         unready: tuple[int, bytes] | None = None

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -100,7 +101,7 @@ class _Askers:
                 answer.set_exception(error)
 
         try:
-            begun = self._threads.submit(work)
+            begun = self._threads.submit(copy_context().run, work)  # a current span is of a context
         except RuntimeError:
             if self._is_closed:
                 raise

@@ -25,6 +25,8 @@ from kvbm.locate.requests import (
     place_of,
 )
 from kvbm.locate.unix_socket import unix_pool
+from kvbm.telemetry.traceparent import NAME as TRACEPARENT
+from kvbm.telemetry.traceparent import traceparent
 
 CONNECTIONS = 16
 
@@ -50,6 +52,8 @@ class _Place:
         headers = {"content-type": request.content_type} if request.body is not None else {}
         if self._proof.token:
             headers["authorization"] = f"Bearer {self._proof.token}"
+        if parent := traceparent():
+            headers[TRACEPARENT] = parent
         for is_last in (False, True):
             timeout = urllib3.Timeout(total=max(0.001, deadline_s - time.monotonic()))
             try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_slots
 from kvbm.core.results import Match
@@ -16,6 +16,10 @@ from kvbm.manager.copies.copies_in_flight import CopiesInFlight
 from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.manager.onboard.loads import InFlightLoad, Loads, PlannedLoad, Waiter
 from kvbm.manager.record.ledger_stream import LedgerStream
+from kvbm.manager.spans import end_request
+
+if TYPE_CHECKING:
+    from kvbm.telemetry.tracing import TraceSpan
 
 # from one question for blocks that are expected to the next: each time longer, until some have come
 _AGAIN_S, _AGAIN_MOST_S, _AGAIN_GROWTH = 0.002, 0.05, 1.5
@@ -35,6 +39,7 @@ class WantedRun(NamedTuple):
     first: int
     is_whole: bool
     expected: ExpectedBlocks | None
+    span: TraceSpan | None = None
 
 
 class Acquiring:
@@ -64,7 +69,7 @@ class Acquiring:
         wanted: WantedRun,
         deadline_s: float,
     ) -> None:
-        self.namespace, self.hashes, self.first, self._is_whole, self._expected = wanted
+        self.namespace, self.hashes, self.first, self._is_whole, self._expected, self._span = wanted
         self.depth = self.predicted = 0
         self.why, self.is_fetched, self.is_told = "", False, False
         self._again_s = 0.0  # before it, nobody is asked again for blocks that are expected
@@ -144,7 +149,7 @@ class Acquiring:
             self._set_out(planned, looks)
             return False
         self._stream.recorded()
-        self._offer_sample()
+        self._tell_over()
         return True
 
     def release(self) -> None:
@@ -162,6 +167,8 @@ class Acquiring:
             self._ledger.unpin(Tier.HOST, slots)
             self._is_released = True
         self._stream.recorded()
+        if self._span is not None:  # else it has ended
+            self._span.end({"outcome": "given_up"})
 
     @property
     def next_block(self) -> bytes:
@@ -183,14 +190,14 @@ class Acquiring:
             self._slots, self.depth, self.hits, self._waiter = slots, depth, hits, _NOBODY
             self.predicted = depth
             self._finish_locked()
-            return self._offer_sample
+            return self._tell_over
         planned, looks = self._plan_locked()
         if planned or looks or self._waiter.others:
             self._loads.begin_waiting_locked(self, is_expecting=self._expected is not None)
             return lambda: self._set_out(planned, looks)
         self._collect_locked()
         self._finish_locked()
-        return self._offer_sample
+        return self._tell_over
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -218,7 +225,8 @@ class Acquiring:
         There is a waiter before anything is pinned: an exception may come between any two lines.
         """
         self._planned_at = self.depth
-        waiter = Waiter(self.namespace, rest, self._expected, is_again=self._pause_s > self._least_pause_s)
+        is_again = self._pause_s > self._least_pause_s
+        waiter = Waiter(self.namespace, rest, self._expected, is_again, self._span)
         self._waiter, self._begun, self._ended, self._look = waiter, [], 0, None
         if self._expected is not None:
             self._again_s = self._clock() + max(self._pause_s, self._loads.expecting_requests * _EACH_S)
@@ -301,5 +309,9 @@ class Acquiring:
         elif self.why in ("", "unanswered"):
             self.why = "late" if self._is_late else "unread"
 
-    def _offer_sample(self) -> None:
+    def _tell_over(self) -> None:
+        """Offer a sample, and end the span. Outside the lock."""
         self._sample(self.namespace, self.hashes, self.first + self.depth)
+        if self._span is not None:
+            wanted = len(self.hashes) // HASH_BYTES - self.first
+            end_request(self._span, wanted, self.depth, self.predicted, self.hits, self.why)

@@ -26,7 +26,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -69,11 +69,15 @@ from kvbm.manager.record.prompt_samples import Sampled
 from kvbm.manager.record.publisher_port import PublisherPort, Publishing
 from kvbm.manager.recovery.salvage import Salvage
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
+from kvbm.manager.spans import asked_values
 from kvbm.manager.stats import ManagerStats
 from kvbm.manager.used_namespaces import UsedNamespaces
 from kvbm.pools.base import NamespaceBytes, ObjectStats
 from kvbm.streams import at_exit as leaving
 from kvbm.streams.base import Heartbeat, Load, Position
+
+if TYPE_CHECKING:
+    from kvbm.telemetry.tracing import TraceSpan, Tracing
 
 _STAGING_BYTES = 64 << 20
 _TOLD_NAMESPACES = 256  # of which a heartbeat says what was put, at most
@@ -149,6 +153,7 @@ class BlockManager:
         self._samples = options.samples
         self._sampled_below = b"" if options.samples is None else options.samples.below
         self._disowners: list[Callable[[], None]] = []
+        self._tracing = options.tracing
 
         self._stream = LedgerStream(instance, ledger, options.wall_clock_ns, options.lock)
         self._lock = self._stream.lock
@@ -614,6 +619,13 @@ class BlockManager:
         priority = checked_int(priority, "priority", most=HIGHEST_PRIORITY)
         until_s = math.inf if ttl_s >= _LONGEST_KEEP_S else self._clock() + ttl_s
         return KeepRule(until_s, priority, until_read, most)
+
+    def _begin_span(
+        self, tracing: Tracing, namespace: NamespaceId, hashes: bytes, trace: str | None, first: int = 0
+    ) -> TraceSpan:
+        """The span of a request. Outside the lock."""
+        tenant = self._revisioned.tenants.get(namespace, "")
+        return tracing.begin("kvbm.acquire", trace, asked_values(namespace, hashes, tenant, first))
 
     def _keep_locked(self, hashes: bytes, rule: KeepRule, namespace: NamespaceId | None) -> int:
         kept = self._ledger.keep(

@@ -37,12 +37,16 @@ from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slot
 from kvbm.core.results import Copy, Match
 from kvbm.manager.acquiring import Acquiring, WantedRun
 from kvbm.manager.base import BlockManager
+from kvbm.manager.copies.copy_spans import copy_values
 from kvbm.manager.offload.admission import Skipped
 from kvbm.manager.offload.chain_runs import ChainRun
 from kvbm.manager.onboard.expected import ExpectedBlocks
 from kvbm.manager.onboard.finding import Finding
 from kvbm.pools.base import Proof
 from kvbm.safe_log import SafeLog
+
+if TYPE_CHECKING:
+    from kvbm.telemetry.tracing import TraceSpan, Tracing, Value
 
 log = SafeLog()
 
@@ -225,6 +229,7 @@ class EngineHbmManager(BlockManager):
         first: int = 0,
         is_whole: bool = False,
         expected: ExpectedBlocks | None = None,
+        trace: str | None = None,
     ) -> Acquiring:
         """Begin to bring the longest run of held blocks to HOST, pinned there for the caller.
 
@@ -240,6 +245,7 @@ class EngineHbmManager(BlockManager):
                 looked into again.
             expected: blocks of the prompt that somebody computes or stores now. They are asked for until they are
                 there, or nothing more of them comes; then whoever else may have them.
+            trace: as in `Manager.acquire`.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         self._check_namespace(namespace)
@@ -254,15 +260,18 @@ class EngineHbmManager(BlockManager):
             checked_int(expected.blocks, "expected.blocks", most=len(hashes) // HASH_BYTES)
             check_seconds(expected.quiet_s, "expected.quiet_s")
             check_text(expected.instance, "expected.instance")
+        if trace is not None:
+            check_text(trace, "trace")
         now_s = self._clock()
         deadline_s = now_s + (self._wait_s if wait_s is None else wait_s)
+        span = None if self._tracing is None else self._begin_span(self._tracing, namespace, hashes, trace, first)
         acquiring = Acquiring(
             self._stream,
             self._copies,
             self._loads,
             self._sample,
             self._clock,
-            WantedRun(namespace, hashes, first, is_whole, expected),
+            WantedRun(namespace, hashes, first, is_whole, expected, span),
             deadline_s,
         )
         try:
@@ -297,7 +306,13 @@ class EngineHbmManager(BlockManager):
             return max(0, min(count, room))
 
     def begin_store(
-        self, namespace: NamespaceId, parent: bytes, start: int, hashes: bytes, uses: int = 1
+        self,
+        namespace: NamespaceId,
+        parent: bytes,
+        start: int,
+        hashes: bytes,
+        uses: int = 1,
+        trace: str | None = None,
     ) -> Store | None:
         """Take HOST slots for blocks of the engine's HBM that its workers will copy there, evicting unpinned blocks if
         need be.
@@ -309,11 +324,14 @@ class EngineHbmManager(BlockManager):
             parent, start: as `engine_stored`. Runs of a chain in its order, so that objects of several blocks become
                 whole.
             uses: 1 for what was just computed, 2 for what was used again; `offload.host` says what is wanted.
+            trace: as in `Manager.acquire`.
         Returns: None where nothing is to be copied, or nothing fits.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
         start = self._check_chain(namespace, parent, start, hashes)
         uses = checked_int(uses, "uses", least=1)
+        if trace is not None:
+            check_text(trace, "trace")
         begun: list[Copy] = []
         try:
             with self._lock:
@@ -334,6 +352,8 @@ class EngineHbmManager(BlockManager):
             index = {block: at for at, block in enumerate(split_hashes(hashes))}
             at = [index[block] for block in split_hashes(copy.hashes)]
             store = Store(copy, copy.hashes, split_slots(copy.target_slots), at, start)
+            if self._tracing is not None:
+                self._copies.store_spans[copy.id] = self._begin_store_span(self._tracing, copy, trace)
         except BaseException:  # a signal's handler may raise anything anywhere; no worker has been told
             for copy in begun:
                 self._end_unended(copy)
@@ -366,6 +386,8 @@ class EngineHbmManager(BlockManager):
         finally:
             if ends:
                 self._end_unended(copy)
+                if (span := self._copies.store_spans.pop(copy.id, None)) is not None:
+                    span.end(_stored_values(there), "" if all(there) else "a worker failed")
         self._stream.recorded()
 
     def keep_stored(
@@ -473,6 +495,10 @@ class EngineHbmManager(BlockManager):
             self._stream.recorded()
         return count
 
+    def _begin_store_span(self, tracing: Tracing, copy: Copy, trace: str | None) -> TraceSpan:
+        """The span of a store, until all ranks have answered. Outside the lock."""
+        return tracing.begin("kvbm.store", trace, copy_values(copy, self.pools.slots[Tier.HOST].block_bytes))
+
     def _wanted_in_host_locked(self, namespace: NamespaceId, hashes: bytes, uses: int, start: int) -> bytes:
         """As much of a run as HOST should get now."""
         if not self._offloader.wants(Tier.HOST, uses):
@@ -523,6 +549,12 @@ class EngineHbmManager(BlockManager):
                     unread_blocks=arrived.count(False),
                     why=why or "a worker failed",
                 )
+
+
+def _stored_values(arrived: Sequence[bool]) -> dict[str, Value]:
+    """How a store ended."""
+    count = sum(arrived)
+    return {"arrived": count, "outcome": "arrived" if count == len(arrived) else "part" if count else "miss"}
 
 
 def _check_column(argument: str, column: Sequence[object] | np.ndarray, count: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvbm.core.ages import BlockAges
 from kvbm.core.backend import LockProtocol
@@ -18,6 +18,9 @@ from kvbm.manager.record.prompt_samples import SampleSink
 from kvbm.manager.record.snapshot_policy import SnapshotPolicy
 from kvbm.manager.recovery.salvage import SalvagePlan
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
+
+if TYPE_CHECKING:
+    from kvbm.telemetry.tracing import Tracing
 
 
 class ManagerOptions(NamedTuple):
@@ -42,6 +45,7 @@ class ManagerOptions(NamedTuple):
         salvage: what NVME holds that is to be brought back.
         lock: around the ledger; None: a `threading.Lock`.
         ages: follows what is recorded; None: nobody counts how old blocks become.
+        tracing: makes spans of requests and copies; None: nobody wants them.
         unused: names of such tiers that are configured, to say what is not used for the others.
     """
 
@@ -65,3 +69,4 @@ class ManagerOptions(NamedTuple):
     salvage: SalvagePlan = SalvagePlan()
     lock: LockProtocol | None = None
     ages: BlockAges | None = None
+    tracing: Tracing | None = None

@@ -7,12 +7,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kvbm.core.arguments import MOST_BLOCKS, check_place, check_run, check_seconds, checked_hash, packed_slots
-from kvbm.core.checks import checked_int
+from kvbm.core.checks import check_text, checked_int
 from kvbm.core.errors import ArgumentValueError, KvbmError, LedgerError
 from kvbm.core.ids import HASH_BYTES, SLOT_BYTES, NamespaceId, Tier, split_slots
 from kvbm.core.results import TierCounts
 from kvbm.manager.base import BlockManager
 from kvbm.manager.onboard.loads import Prefix, Waiter
+from kvbm.manager.spans import end_request
 from kvbm.pools.hbm.pool import HbmPool
 from kvbm.safe_log import RateLimitedLog, SafeLog
 
@@ -43,7 +44,9 @@ class Manager(BlockManager):
             raise LedgerError('the HBM pool has no tensor: pools.hbm.device is "memory"; use "auto", "cpu" or "cuda"')
         return pool
 
-    def acquire(self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None) -> Prefix:
+    def acquire(
+        self, namespace: NamespaceId, hashes: bytes, wait_s: float | None = None, trace: str | None = None
+    ) -> Prefix:
         """Bring the longest run of held blocks to HBM and pin it there for the caller.
 
         Blocks come from this instance's tiers and, beyond those, from the pools of its pod's other instances, and
@@ -59,6 +62,8 @@ class Manager(BlockManager):
             hashes: n packed hashes of the prompt's blocks, from its first on.
             wait_s: the longest this request waits for bytes; None: as the manager was told. What no thread has begun by
                 then is taken back at once.
+            trace: a `traceparent` header, of the request's span, where that is not the caller's current one; "" begins
+                a trace. It matters where traces are made.
         Returns: slots stay pinned until `unpin`.
         Raises: ArgumentError: an argument that cannot be used. LedgerError: the manager is closed.
         """
@@ -66,13 +71,16 @@ class Manager(BlockManager):
         check_run(hashes)
         if wait_s is not None:
             check_seconds(wait_s, "wait_s")
+        if trace is not None:
+            check_text(trace, "trace")
         waiter: Waiter | None = None
+        span = None if self._tracing is None else self._begin_span(self._tracing, namespace, hashes, trace)
         try:
             with self._lock:
                 self._stream.require_open_locked()
                 self._stream.expire_locked(self._clock())
                 self._namespaces.use(namespace)
-                waiter = Waiter(namespace, hashes)  # before anything is pinned
+                waiter = Waiter(namespace, hashes, span=span)  # before anything is pinned
                 found = waiter.found = self._ledger.match(hashes, True, Tier.HBM, namespace)
                 all_in_hbm = found.tiers.count(Tier.HBM) == found.depth
                 has_all = all_in_hbm and (not self._loads.looks_beyond or found.depth * HASH_BYTES == len(hashes))
@@ -89,7 +97,12 @@ class Manager(BlockManager):
         except BaseException:  # a signal's handler may raise anything anywhere
             if waiter is not None:
                 self._loads.abandon(waiter)
+            if span is not None:
+                span.end({"outcome": "given_up"})
             raise
+        if span is not None:
+            wanted, said = len(hashes) // HASH_BYTES, waiter.found.depth + waiter.said
+            end_request(span, wanted, prefix.depth, max(said, prefix.depth), prefix.hits, waiter.why)
         return prefix
 
     def allocate(self, count: int, namespace: NamespaceId | None = None) -> list[int] | None:

@@ -486,6 +486,7 @@ class CatalogAsk(NamedTuple):
         caller, verb: as its subject names them.
         reply: where its answer goes.
         kind: type of its content, as HTTP has it.
+        trace: its `traceparent`; "" for none.
     """
 
     caller: str
@@ -493,6 +494,7 @@ class CatalogAsk(NamedTuple):
     reply: str
     kind: str
     body: bytes
+    trace: str = ""
 
 
 class AskLine(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbm.bench.virtual_time.block_pool import BlockPool
-from kvbm.bench.virtual_time.changes import InstanceChange, What, parse_changes
+from kvbm.bench.virtual_time.changes import ModelChange, What, parse_changes
 from kvbm.bench.virtual_time.compare_policies import (
     CompareOptions,
     PolicyComparison,
@@ -151,7 +151,7 @@ def test_a_policy_gives_the_same_for_the_same_seed_and_serves_everybody(policy: 
 
 def test_an_instance_that_slows_down_computes_what_comes_then_more_slowly() -> None:
     asked = [request(1, at_s=0.0), request(2, at_s=10.0, number=1)]
-    slower = (InstanceChange(5.0, 0, What.SPEED, 0.25),)
+    slower = (ModelChange(5.0, 0, What.SPEED, 0.25),)
     assert PolicyComparison(first, [512.0], 50, changes=slower).run(asked).ttft_s == pytest.approx([1.0, 4.0])
 
 
@@ -172,7 +172,7 @@ def test_a_pool_that_shrinks_keeps_what_is_pinned_and_then_evicts() -> None:
 def test_nobody_routes_to_an_instance_that_is_drained(policy: str) -> None:
     asked = requests_of(workload("tool-agents", "normal", 3, 300))
     at_s = asked[100].at_s
-    outcome = run_policy(policy, asked, [10_000.0] * 3, 1_000, 5, [InstanceChange(at_s, 1, What.DRAIN)])
+    outcome = run_policy(policy, asked, [10_000.0] * 3, 1_000, 5, [ModelChange(at_s, 1, What.DRAIN)])
     assert sum(outcome.requests) == len(outcome.ttft_s) == 300
     later = sum(one.at_s <= at_s + 1.0 for one in asked)  # ours hears of it within a heartbeat
     assert 0 < outcome.requests[1] <= later
@@ -182,7 +182,7 @@ def test_nobody_routes_to_an_instance_that_is_drained(policy: str) -> None:
 
 def test_ours_learns_within_seconds_that_an_instance_is_slower() -> None:
     asked = requests_of(workload("conversation", "normal", 9, 600))
-    slower = [InstanceChange(60.0, 0, What.SPEED, 0.25)]
+    slower = [ModelChange(60.0, 0, What.SPEED, 0.25)]
     ours = run_policy("kvbm", asked, [10_000.0] * 4, 4_000, 1, slower)
     even = run_policy("kvbm", asked, [10_000.0] * 4, 4_000, 1)
     assert ours.requests[0] < 0.75 * even.requests[0]
@@ -190,9 +190,9 @@ def test_ours_learns_within_seconds_that_an_instance_is_slower() -> None:
 
 def test_changes_are_read_as_they_are_written() -> None:
     assert parse_changes("60:1:speed=0.25,61.5:0:slots=0.5,90:2:drain") == (
-        InstanceChange(60.0, 1, What.SPEED, 0.25),
-        InstanceChange(61.5, 0, What.SLOTS, 0.5),
-        InstanceChange(90.0, 2, What.DRAIN),
+        ModelChange(60.0, 1, What.SPEED, 0.25),
+        ModelChange(61.5, 0, What.SLOTS, 0.5),
+        ModelChange(90.0, 2, What.DRAIN),
     )
 
 

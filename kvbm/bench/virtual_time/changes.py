@@ -22,7 +22,7 @@ class What(Enum):
     DRAIN = "drain"
 
 
-class InstanceChange(NamedTuple):
+class ModelChange(NamedTuple):
     """One change.
 
     Attributes:
@@ -37,12 +37,12 @@ class InstanceChange(NamedTuple):
     share: float = 0.0
 
 
-def parse_changes(text: str) -> tuple[InstanceChange, ...]:
+def parse_changes(text: str) -> tuple[ModelChange, ...]:
     """`--change`: TIME:INSTANCE:WHAT, with commas between. Raises ConfigError: it makes no sense."""
     return tuple(_parse(one) for one in text.split(","))
 
 
-def check_changes(changes: Sequence[InstanceChange], instances: int) -> None:
+def check_changes(changes: Sequence[ModelChange], instances: int) -> None:
     """Raises ConfigError: a change is of an instance that there is not, or leaves nobody to route to."""
     for change in changes:
         if change.instance >= instances:
@@ -51,14 +51,14 @@ def check_changes(changes: Sequence[InstanceChange], instances: int) -> None:
         raise ConfigError("--change drains all instances; leave one")
 
 
-def _parse(text: str) -> InstanceChange:
+def _parse(text: str) -> ModelChange:
     at, _, rest = text.partition(":")
     number, _, word = rest.partition(":")
     name, equals, value = word.partition("=")
     try:
         what = What(name)
         share = float(value) if equals else 0.0
-        change = InstanceChange(float(at), int(number), what, share)
+        change = ModelChange(float(at), int(number), what, share)
     except ValueError:
         raise ConfigError(f"--change {text!r} is none; write TIME:INSTANCE:WHAT, such as {EXAMPLE}") from None
     if not 0 <= change.at_s < math.inf or change.instance < 0:

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from kvbm.bench.measure import percentile
 from kvbm.bench.virtual_time.block_pool import ColderPool
-from kvbm.bench.virtual_time.changes import InstanceChange, What, check_changes
+from kvbm.bench.virtual_time.changes import ModelChange, What, check_changes
 from kvbm.bench.virtual_time.instance_model import InstanceModel, WorkloadRequest
 from kvbm.bench.virtual_time.policies import POLICIES, KvbmRouting, Policy
 from kvbm.bench.virtual_time.workloads import LOADS, WORKLOADS, check_workload, workload
@@ -56,7 +56,7 @@ class CompareOptions(NamedTuple):
     speeds: tuple[float, ...] = (PREFILL_TOKENS_PER_S,) * 4
     slots: int = 4_000
     trace: Path | None = None
-    changes: tuple[InstanceChange, ...] = ()
+    changes: tuple[ModelChange, ...] = ()
 
 
 class PolicyRow(msgspec.Struct, kw_only=True):
@@ -120,7 +120,7 @@ class PolicyComparison:
         speeds: Sequence[float],
         slots: int,
         colder: Callable[[], Mapping[Tier, ColderPool]] = dict,
-        changes: Sequence[InstanceChange] = (),
+        changes: Sequence[ModelChange] = (),
     ) -> None:
         self.instances = [InstanceModel(slots, speed, colder()) for speed in speeds]
         self._policy = policy(self.instances)
@@ -167,7 +167,7 @@ class PolicyComparison:
         self._count += 1
         heapq.heappush(self._events, (self._now_s + delay_s, self._count, happen))
 
-    def _change(self, change: InstanceChange) -> None:
+    def _change(self, change: ModelChange) -> None:
         instance = self.instances[change.instance]
         match change.what:
             case What.SPEED:
@@ -275,7 +275,7 @@ def run_policy(
     speeds: Sequence[float],
     slots: int,
     seed: int,
-    changes: Sequence[InstanceChange] = (),
+    changes: Sequence[ModelChange] = (),
 ) -> PolicyOutcome:
     """One policy on one workload."""
     run = PolicyComparison(

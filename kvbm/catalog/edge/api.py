@@ -144,25 +144,26 @@ class _Api:
         if _is_binary(request):
             return await self._batch(request, LookupRequest)
         asked, namespace, hashes = await self._prompt(request, LookupRequest)
-        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes))
+        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes, _trace(request)))
 
     async def presence(self, request: Request) -> Response:
         if _is_binary(request):
             return await self._batch(request, PresenceRequest)
         asked, namespace, hashes = await self._prompt(request, PresenceRequest)
-        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes))
+        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes, _trace(request)))
 
     async def find(self, request: Request) -> Response:
         if _is_binary(request):
             return await self._batch(request, FindRequest)
         asked, namespace, hashes = await self._prompt(request, FindRequest)
-        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes))
+        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes, _trace(request)))
 
     async def route(self, request: Request) -> Response:
         if _is_binary(request):
             return await self._batch(request, RouteRequest)
         asked, namespace, hashes = await self._prompt(request, RouteRequest)
-        return _encoded(self._answers.route(_caller(request), _exchange(request).key, asked, namespace, hashes))
+        key = _exchange(request).key
+        return _encoded(self._answers.route(_caller(request), key, asked, namespace, hashes, _trace(request)))
 
     async def watch(self, request: Request) -> Response:
         body = await _body(request)
@@ -322,7 +323,7 @@ class _Api:
         exchange, body = _exchange(request), await _body(request)
         async with exchange.parsing(len(body)):
             self._judge_again(request)
-            batch = self._answers.begin_batch(_caller(request), exchange.key, kind, body)
+            batch = self._answers.begin_batch(_caller(request), exchange.key, kind, body, _trace(request))
         exchange.counts_as(batch.cost)
         return Response(await exchange.in_steps(batch.parts), media_type=BATCHES)
 
@@ -351,6 +352,11 @@ class _Api:
                     not_reached(instance, position, reached if caller.sees_all else None),
                     f"ask again, wait longer (timeout_s up to {MAX_WAIT_S:g}), or leave at_least out",
                 )
+
+
+def _trace(request: Request) -> str:
+    """Its `traceparent`; "" for none."""
+    return str(request.headers.get("traceparent", ""))
 
 
 def _caller(request: Request) -> Caller:

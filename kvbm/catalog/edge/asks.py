@@ -114,7 +114,9 @@ class Asks:
         is_binary = ask.kind == _BINARY
         if len(ask.body) > (LARGE_BODY_BYTES if is_binary else MOST_BYTES):
             return None
-        return self._at_once.answer_to(caller, ShortQuestion(path, is_binary, self._host, None, None), ask.body)
+        return self._at_once.answer_to(
+            caller, ShortQuestion(path, is_binary, self._host, None, None, ask.trace), ask.body
+        )
 
     async def _refuse(self, line: AskLine, ask: CatalogAsk, judged: Judged) -> None:
         """Tell a caller that it asks too much; where it goes on, it is not listened to."""

@@ -43,6 +43,7 @@ class ShortQuestion(NamedTuple):
         path: one of `PATHS`.
         is_binary: its body is a `PromptBatch`.
         host: the peer's address. authorization: the header. certificate: the peer's.
+        trace: its `traceparent`; "" for none.
     """
 
     path: bytes
@@ -50,6 +51,7 @@ class ShortQuestion(NamedTuple):
     host: str
     authorization: str | None
     certificate: Mapping[str, Any] | None
+    trace: str = ""
 
 
 class HeldRoom(NamedTuple):
@@ -139,7 +141,7 @@ class FastPath:
         answer: bytes | None
         try:
             if question.is_binary:
-                answer, cost = self._answers.batch(caller, key, PATHS[question.path], body)
+                answer, cost = self._answers.batch(caller, key, PATHS[question.path], body, question.trace)
             else:
                 answer = self._answered(question, caller, key, body)
         except (ApiError, LimitError) as error:
@@ -164,5 +166,5 @@ class FastPath:
         hashes = self._answers.hashing(caller, asked)()
         namespace = asked_namespace(asked)
         if isinstance(asked, RouteRequest):
-            return self._answers.route(caller, key, without_prompt(asked), namespace, hashes)
-        return self._answers.lookup(caller, asked, namespace, hashes)
+            return self._answers.route(caller, key, without_prompt(asked), namespace, hashes, question.trace)
+        return self._answers.lookup(caller, asked, namespace, hashes, question.trace)

@@ -209,16 +209,19 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         cycle = self._current()
         if (cycle is not None and not cycle.response_complete) or self.flow.write_paused:
             return False
-        length, kind = -1, content_type(self.headers)
+        length, kind, trace = -1, content_type(self.headers), ""
         for name, value in self.headers:
             if name == b"content-length":
                 length = int(value) if value.isdigit() and len(value) < 9 else -1
             elif name == b"transfer-encoding":
                 return False
+            elif name == b"traceparent":
+                trace = value.decode("latin-1")
         if length < 0 or kind is None or not self.parser.should_keep_alive():
             return False
         host = self.client[0] if self.client else ""
-        question = ShortQuestion(self.url, kind == BINARY_TYPE, host, authorization(self.headers), self._certificate)
+        proof = authorization(self.headers), self._certificate
+        question = ShortQuestion(self.url, kind == BINARY_TYPE, host, *proof, trace)
         held = self._at_once.hold(question, length)
         if held is None:
             return False

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 from prometheus_client import Histogram
@@ -23,6 +23,9 @@ from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.prompt_batches import PromptBatch
 from kvbm.telemetry.metrics import CatalogMetrics
 
+if TYPE_CHECKING:
+    from kvbm.telemetry.tracing import TraceSpan, Tracing, Value
+
 NOT_TOLD = "not ready; ask with an operator's token for the reason"  # names and offsets are not for everybody
 _NO_SECRET = secrets.token_hex(16)  # of no tenant
 _LOOKUPS_OF_A_REQUEST = 8  # in a batch, that cost as much as a request
@@ -32,6 +35,12 @@ _KINDS: dict[type[LookupRequest], int] = {
     RouteRequest: prompt_batches.ROUTE,
     PresenceRequest: prompt_batches.PRESENCE,
     FindRequest: prompt_batches.FIND,
+}
+_NAMES = {
+    prompt_batches.LOOKUP: "lookup",
+    prompt_batches.ROUTE: "route",
+    prompt_batches.PRESENCE: "presence",
+    prompt_batches.FIND: "find",
 }
 _encode = msgspec.json.Encoder().encode
 R = TypeVar("R", bound=LookupRequest)
@@ -53,6 +62,7 @@ class PromptAnswers:
     def __init__(self, service: CatalogService, metrics: CatalogMetrics) -> None:
         self._service, self._metrics = service, metrics
         self._visible = service.queries.visibility
+        self._tracing = service.settings.tracing
 
     def check_ready(self, caller: Caller) -> None:
         """Refuse while the stream is not read to where it ended at the start."""
@@ -75,13 +85,31 @@ class PromptAnswers:
         given = asked.hashes or ""
         return lambda: packed_hashes(given)
 
-    def lookup(self, caller: Caller, asked: LookupRequest, namespace: Namespace | NamespaceId, hashes: bytes) -> bytes:
+    def lookup(
+        self,
+        caller: Caller,
+        asked: LookupRequest,
+        namespace: Namespace | NamespaceId,
+        hashes: bytes,
+        trace: str = "",
+    ) -> bytes:
         """Who has how much of a prompt; where presence is asked for, who has which of its blocks, and of a find, what
         can be read from where.
 
         Args:
             asked: its hashes and tokens are not looked at.
+            trace: the question's `traceparent`; "" for none.
         """
+        if self._tracing is None:
+            return self._lookup(caller, asked, namespace, hashes)
+        span = self._begin_span(self._tracing, type(asked), trace, caller, namespace, [hashes])
+        begin_s = time.perf_counter()
+        try:
+            return self._lookup(caller, asked, namespace, hashes)
+        finally:
+            span.end({"index_s": round(time.perf_counter() - begin_s, 6)})
+
+    def _lookup(self, caller: Caller, asked: LookupRequest, namespace: Namespace | NamespaceId, hashes: bytes) -> bytes:
         begin_s, queries = time.perf_counter(), self._service.queries
         question = (namespace, hashes, caller, asked.limit, _only(asked))
         if isinstance(asked, FindRequest):
@@ -94,13 +122,31 @@ class PromptAnswers:
         return answer
 
     def route(
-        self, caller: Caller, key: str, asked: RouteRequest, namespace: Namespace | NamespaceId, hashes: bytes
+        self,
+        caller: Caller,
+        key: str,
+        asked: RouteRequest,
+        namespace: Namespace | NamespaceId,
+        hashes: bytes,
+        trace: str = "",
     ) -> bytes:
         """Where to send a prompt. Arguments as `lookup`.
 
         Args:
             key: of the caller, whose routes are remembered together.
         """
+        if self._tracing is None:
+            return self._route(caller, key, asked, namespace, hashes)
+        span = self._begin_span(self._tracing, RouteRequest, trace, caller, namespace, [hashes])
+        begin_s = time.perf_counter()
+        try:
+            return self._route(caller, key, asked, namespace, hashes)
+        finally:
+            span.end({"index_s": round(time.perf_counter() - begin_s, 6)})
+
+    def _route(
+        self, caller: Caller, key: str, asked: RouteRequest, namespace: Namespace | NamespaceId, hashes: bytes
+    ) -> bytes:
         begin_s = time.perf_counter()
         if asked.input_tokens is None:
             raise ApiError(
@@ -117,16 +163,21 @@ class PromptAnswers:
         self._metrics.route_s.observe(time.perf_counter() - begin_s)
         return answer
 
-    def batch(self, caller: Caller, key: str, kind: type[LookupRequest], body: bytes | bytearray) -> tuple[bytes, int]:
+    def batch(
+        self, caller: Caller, key: str, kind: type[LookupRequest], body: bytes | bytearray, trace: str = ""
+    ) -> tuple[bytes, int]:
         """`begin_batch`, with all answers at once. Returns: the answers, and as how many more requests they count."""
-        batch = self.begin_batch(caller, key, kind, body)
+        batch = self.begin_batch(caller, key, kind, body, trace)
         return b"".join(batch.parts), batch.cost
 
-    def begin_batch(self, caller: Caller, key: str, kind: type[LookupRequest], body: bytes | bytearray) -> BatchAnswers:
+    def begin_batch(
+        self, caller: Caller, key: str, kind: type[LookupRequest], body: bytes | bytearray, trace: str = ""
+    ) -> BatchAnswers:
         """Several prompts in the binary form, answered while the parts of the answer are taken.
 
         Args:
             kind: of request that the path is for.
+            trace: as in `lookup`.
         """
         try:
             asked = prompt_batches.decode_batch(body)
@@ -144,7 +195,29 @@ class PromptAnswers:
             parts, observed, cost = self._found(asked, caller), self._metrics.lookup_s, count // _LOOKUPS_OF_A_REQUEST
         else:
             parts, observed, cost = self._routes(asked, caller, key), self._metrics.route_s, count - 1
-        return BatchAnswers(chain((head,), _timed(parts, observed)), cost)
+        span = None
+        if self._tracing is not None:
+            prompts = [hashes for hashes, _ in asked.prompts]
+            span = self._begin_span(self._tracing, kind, trace, caller, asked.namespace, prompts)
+        return BatchAnswers(chain((head,), _timed(parts, observed, span)), cost)
+
+    def _begin_span(
+        self,
+        tracing: Tracing,
+        kind: type[LookupRequest],
+        trace: str,
+        caller: Caller,
+        namespace: Namespace | NamespaceId,
+        prompts: Sequence[bytes],
+    ) -> TraceSpan:
+        """The span of what the index does for a question; it lasts as long as that."""
+        values: dict[str, Value] = {
+            "caller": caller.name,
+            "namespace": id_of(namespace).hex(),
+            "prompts": len(prompts),
+            "blocks": sum(map(len, prompts)) // HASH_BYTES,
+        }
+        return tracing.begin_answer(f"kvbm.catalog.{_NAMES[_KINDS[kind]]}", trace, values)
 
     def _found(self, asked: PromptBatch, caller: Caller) -> Iterator[bytes]:
         queries = self._service.queries
@@ -226,17 +299,21 @@ class PromptAnswers:
         return hashed
 
 
-def _timed(parts: Iterator[bytes], observed: Histogram) -> Iterator[bytes]:
+def _timed(parts: Iterator[bytes], observed: Histogram, span: TraceSpan | None) -> Iterator[bytes]:
     """The parts, and word of the time that making them has taken altogether."""
     took_s = 0.0
-    while True:
-        begin_s = time.perf_counter()
-        part = next(parts, None)
-        took_s += time.perf_counter() - begin_s
-        if part is None:
-            observed.observe(took_s)
-            return
-        yield part
+    try:
+        while True:
+            begin_s = time.perf_counter()
+            part = next(parts, None)
+            took_s += time.perf_counter() - begin_s
+            if part is None:
+                observed.observe(took_s)
+                return
+            yield part
+    finally:  # also where whoever asked has gone
+        if span is not None:
+            span.end({"index_s": round(took_s, 6)})
 
 
 def _only(asked: LookupRequest) -> list[InstanceId] | None:

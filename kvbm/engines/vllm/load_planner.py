@@ -17,7 +17,7 @@ from kvbm.engines.vllm.handoff import HandoffHint, hint_of, is_computed_now
 from kvbm.engines.vllm.metadata import Answers, Job
 from kvbm.engines.vllm.numbers import Numbers
 from kvbm.engines.vllm.reach import HeldBlocks, LookedUp, joined, part_reach, whole_reach
-from kvbm.engines.vllm.requests import DerivedHashes, KvGroup, RequestMatch, Requests, RequestState
+from kvbm.engines.vllm.requests import DerivedHashes, KvGroup, RequestMatch, Requests, RequestState, trace_of
 from kvbm.engines.vllm.roles import EngineRole
 from kvbm.engines.vllm.tier_events import TierEvents
 from kvbm.manager.acquiring import Acquiring
@@ -294,7 +294,12 @@ class LoadPlanner:
                     namespace = state.namespaces[index].id
                     expected = None if has_holes or state.is_settled else self._expected(state, wanted)
                     acquiring = self._manager.begin_acquire(
-                        namespace, wanted, first=begin - chain_begin, is_whole=has_holes, expected=expected
+                        namespace,
+                        wanted,
+                        first=begin - chain_begin,
+                        is_whole=has_holes,
+                        expected=expected,
+                        trace=trace_of(state.request),
                     )
                     runs.append((group, begin, acquiring))
         tokens = end_tokens - computed_tokens if runs else 0

@@ -22,6 +22,15 @@ _CONTENT = re.compile(r"(.*:)?([0-9a-f]{64}|[0-9a-f]{128})")
 DerivedHashes = Callable[[bytes, Sequence[bytes]], bytes]
 
 
+def trace_of(request: Any) -> str | None:
+    """The `traceparent` that a client has sent with a request, where vLLM carries it: it does if it makes traces
+    itself.
+    """
+    headers = getattr(request, "trace_headers", None)
+    found = headers.get("traceparent") if headers else None
+    return found if isinstance(found, str) else None
+
+
 def has_own_ids(request: Any) -> bool:
     """Whether a client has named images or other inputs itself: vLLM hashes the name instead of the content."""
     features = getattr(request, "mm_features", None) or ()

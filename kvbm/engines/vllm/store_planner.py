@@ -24,7 +24,7 @@ from kvbm.engines.vllm.offers import StateOffer
 from kvbm.engines.vllm.prefix_cache import PrefixCacheWatch
 from kvbm.engines.vllm.ranks import Ranks
 from kvbm.engines.vllm.reach import ABSENT
-from kvbm.engines.vllm.requests import KvGroup, Requests, RequestState
+from kvbm.engines.vllm.requests import KvGroup, Requests, RequestState, trace_of
 from kvbm.engines.vllm.tier_events import GroupRun, TierEvents
 from kvbm.manager.engine_hbm import EngineHbmManager, Store
 from kvbm.safe_log import SafeLog
@@ -446,7 +446,12 @@ class StorePlanner:
                 first = begin + at - len(blocks)
                 hashes = state.hashes(index, first, begin + at, self._derive)
                 store = self._manager.begin_store(
-                    namespace, state.parent(index, first, self._derive), first, hashes, uses
+                    namespace,
+                    state.parent(index, first, self._derive),
+                    first,
+                    hashes,
+                    uses,
+                    trace_of(state.request),
                 )
                 taken = [] if store is None else [blocks[i] for i in store.at]
                 if store is not None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from kvbm.manager.record.offsets import Offsets
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.nvme.pool import NvmePool
 from kvbm.safe_log import SafeLog
+
+if TYPE_CHECKING:
+    from kvbm.telemetry.tracing import TraceSpan
 
 log = SafeLog()
 
@@ -68,6 +71,7 @@ class CopiesInFlight:
         coming: blocks on their way to the target tier → the copy.
         open: ids of copies that have begun and may still end.
         stores: those of them that an engine's workers carry out, and how their blocks are kept from their arrival on.
+        store_spans: of these, where they are traced.
         cancellations: how often all of them were cancelled.
         staging: memory for copies that need a place between their ends.
     """
@@ -96,6 +100,7 @@ class CopiesInFlight:
         self.coming: dict[SequenceHash, int] = {}
         self.open: set[int] = set()
         self.stores: dict[int, KeepRule | None] = {}
+        self.store_spans: dict[int, TraceSpan] = {}
         self.cancellations = 0
         self._cancelled: set[int] = set()  # open copies whose blocks must not arrive
         self._of_peers: set[int] = set()  # copies from instances that lend

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from kvbm.core.events import MigrateCause
 from kvbm.core.ids import HASH_BYTES, SequenceHash, Tier, split_hashes
 from kvbm.core.results import Copy
 from kvbm.manager.copies.copies_in_flight import CopiesInFlight
+from kvbm.manager.copies.copy_spans import CopySpan, copy_values
 from kvbm.manager.copies.transfer import Moved
 from kvbm.manager.counters import Counters
 from kvbm.manager.objects.claim_watch import ClaimWatch
@@ -61,6 +63,7 @@ class OffloadDriver:
         self._copies, self._pools, self._offloader, self._transit = copies, copies.pools, offloader, transit
         self._claims, self._writer, self._counters, self._foreground_idle = claims, writer, counters, foreground_idle
         self._budgets, self._clock, self._wait_s = options.budgets, options.clock, options.wait_s
+        self._tracing = options.tracing
         self._begun = 0  # requests taken from the queue and not over
         self._has_threads = False
         self._threads = [
@@ -187,10 +190,18 @@ class OffloadDriver:
                 self._copies.staging.give(lane)
             return
         self._stream.recorded()  # the copy may wait for the withdrawal of what its slots held
+        finish: Callable[[Moved], None] = partial(self._finish_locked, request, copy)
+        span = None
         try:
-            self._copies.carry_out(copy, partial(self._finish_locked, request, copy), lane)
+            if self._tracing is not None:
+                values = copy_values(copy, self._pools.slots[request.source].block_bytes)
+                span = CopySpan(self._tracing.begin("kvbm.offload", "", values))
+                finish = span.noting(finish)
+            self._copies.carry_out(copy, finish, lane)
         finally:
             self._copies.end_run(copy)
+            if span is not None:
+                span.end()
         self._claims.look()
 
     def _begin(self, request: OffloadRequest) -> Copy | None:

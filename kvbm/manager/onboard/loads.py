@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -41,6 +41,7 @@ from kvbm.core.ids import (
 from kvbm.core.results import Copy, Match
 from kvbm.locate.base import NOTHING_FOUND, FoundElsewhere, Locator, Nowhere
 from kvbm.manager.copies.copies_in_flight import CopiesInFlight, lender
+from kvbm.manager.copies.copy_spans import CopySpan, copy_values, load_name
 from kvbm.manager.copies.transfer import Moved, RemoteSource
 from kvbm.manager.counters import Counters
 from kvbm.manager.objects.claim_watch import ClaimWatch
@@ -52,6 +53,9 @@ from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.pools.base import ReadOutcome
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Load
+
+if TYPE_CHECKING:
+    from kvbm.telemetry.tracing import TraceSpan
 
 log = SafeLog()
 
@@ -95,6 +99,7 @@ class Waiter:
             is known before.
         expected: blocks that somebody is about to have. is_again: they were asked for before, and none had come.
         is_in_vain: nobody is to have them any more, as far as was found out.
+        span: of the request, where it is traced.
     """
 
     def __init__(
@@ -103,9 +108,10 @@ class Waiter:
         hashes: bytes,
         expected: ExpectedBlocks | None = None,
         is_again: bool = False,
+        span: TraceSpan | None = None,
     ) -> None:
         self.namespace, self.hashes, self.found = namespace, hashes, _NOTHING
-        self.expected, self.is_again, self.is_in_vain = expected, is_again, False
+        self.expected, self.is_again, self.is_in_vain, self.span = expected, is_again, False, span
         self.waiting = True
         self.planned: list[Copy] = []
         self.prefix: Prefix | None = None
@@ -194,7 +200,11 @@ class Loads:
         if begun:
             with self._lock:
                 self.begin_waiting_locked(waiter)
+            since_s = 0.0 if waiter.span is None else self._clock()
             wait([load.ended for load in begun], timeout=wait_s)
+            if waiter.span is not None:
+                waiter.span.put({"wait_s": round(self._clock() - since_s, 6)})
+                waiter.why = waiter.why if all(load.ended.done() for load in begun) else "late"
         with self._lock:
             self.give_up_locked(waiter, begun)
             prefix = self.collect_locked(waiter)
@@ -434,7 +444,9 @@ class Loads:
         asked_from = len(chain) // HASH_BYTES if peers is None else depth - begin
         expected, lot = waiter.expected, max(k, _LOAD_BLOCKS // k * k)
         who = "" if expected is None else expected.instance
-        found = self._found_elsewhere("" if pool is None else pool.name, namespace, chain, asked_from, who)
+        asks = partial(self._found_elsewhere, "" if pool is None else pool.name, namespace, chain, asked_from, who)
+        span = None if isinstance(self.locator, Nowhere) else waiter.span
+        found = asks() if span is None else _located(span, len(chain) // HASH_BYTES, asks)
         if isinstance(self.locator, Nowhere):
             waiter.is_in_vain = self._pools.pod is None
         elif found is NOTHING_FOUND:
@@ -527,9 +539,10 @@ class Loads:
     def submit(self, planned: list[PlannedLoad], waiter: Waiter) -> list[InFlightLoad]:
         """Have copies carried out. Outside the lock: an executor may do it at once."""
         begun: list[InFlightLoad] = []
+        since_s = 0.0 if waiter.span is None else self._clock()
         for load in planned:
             try:
-                begun.append(InFlightLoad(load.copy, self._executor.submit(self._carry_out, load, waiter)))
+                begun.append(InFlightLoad(load.copy, self._executor.submit(self._carry_out, load, waiter, since_s)))
             except RuntimeError:  # the manager closes, or there is no thread: it is a miss
                 with self._lock:
                     if not self._stream.ended:
@@ -552,19 +565,27 @@ class Loads:
         begun += self.submit(self.plan_remote(hashes, depth, waiter), waiter)
         self._stream.recorded()
 
-    def _carry_out(self, load: PlannedLoad, waiter: Waiter) -> None:
-        copy, copies = load.copy, self._copies
+    def _carry_out(self, load: PlannedLoad, waiter: Waiter, since_s: float) -> None:
+        copy, copies, span = load.copy, self._copies, None
         with self._lock:
             if self._stream.ended or copy.id not in copies.open:  # or it was dropped just as this began
                 return
             copies.begin_run_locked(copy)
         try:
+            finish: Callable[[Moved], None] = partial(self._finish_locked, load, waiter, self._clock())
+            if waiter.span is not None and waiter.span.is_recording:
+                values = copy_values(copy, self._pools.slots[self._target].block_bytes)
+                values["queued_s"] = round(self._clock() - since_s, 6)  # waited for a thread
+                span = CopySpan(waiter.span.child(load_name(copy, copies.is_lent(copy)), values))
+                finish = span.noting(finish)
             lane = None
             if not self._is_in_place and self._pools.memory(copy.source) is None:
                 lane = copies.staging.take(self._wait_s, is_offload=False)
-            copies.carry_out(copy, partial(self._finish_locked, load, waiter, self._clock()), lane, load.remote)
+            copies.carry_out(copy, finish, lane, load.remote)
         finally:
             copies.end_run(copy)
+            if span is not None:
+                span.end(is_late=not waiter.waiting)
 
     def _finish_locked(self, load: PlannedLoad, waiter: Waiter, begun_s: float, moved: Moved) -> None:
         """The bytes of a load are in place, or will never be."""
@@ -596,3 +617,21 @@ class Loads:
             self._counters.peer_late_copies += is_lent
         waiter.is_in_vain |= ReadOutcome.FAILED in moved.outcomes and not is_lent  # it would be read again and again
         self._copies.settle_trouble_locked(copy, moved, remote)
+
+
+def _located(request: TraceSpan, blocks: int, asks: Callable[[], FoundElsewhere]) -> FoundElsewhere:
+    """What the catalog says, in a span that its own names as their parent."""
+    span = request.child_question("kvbm.locate", {"blocks": blocks})
+    found = NOTHING_FOUND
+    try:
+        with span.current():
+            found = asks()
+    finally:
+        span.end(
+            {
+                "outcome": "unanswered" if found is NOTHING_FOUND else "answered",
+                "claimed": found.claimed,
+                "owners": [one.instance for one in found.peers],
+            }
+        )
+    return found

@@ -16,6 +16,7 @@ from kvbm.streams.base import AskTaker, CatalogAsk
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import INBOX, Credentials
 from kvbm.streams.nats.headers import HEADERS_BEGIN, MessageHeaders
+from kvbm.telemetry.traceparent import NAME as TRACEPARENT
 
 log = SafeLog()
 
@@ -107,10 +108,11 @@ class _Taker:
         if not reply.startswith(_REPLIES):
             log.debug("ask.dropped", subject=subject, reply=reply[:200])
             return
-        kind = JSON_TYPE
+        kind, trace = JSON_TYPE, ""
         if headers.startswith(HEADERS_BEGIN):
-            kind = MessageHeaders(headers[len(HEADERS_BEGIN) :]).get(TYPE_HEADER, JSON_TYPE)
-        ask = CatalogAsk(*caller_and_verb(subject), reply, kind, data)
+            named = MessageHeaders(headers[len(HEADERS_BEGIN) :])
+            kind, trace = named.get(TYPE_HEADER, JSON_TYPE), named.get(TRACEPARENT, "")
+        ask = CatalogAsk(*caller_and_verb(subject), reply, kind, data, trace)
         if self._working is None and self._at_once < _IN_A_ROW and self._connection.client.is_flowing:
             if not self._at_once:
                 self._loop.call_soon(self._begin_turn)
