@@ -375,5 +375,5 @@ def test_lookups_and_events_go_on_without_one_catalog_and_one_nats_server(
         janitor = local.start("janitor")
         assert janitor.wait(WAIT_S) == 0, local.log("janitor")
         assert settings.pools.object.url.removeprefix("s3://") in local.log("janitor")
-    local.kill("catalog-1", signal.SIGTERM)  # as a rolling upgrade does
-    assert depth(2) == 8
+        local.kill("catalog-1", signal.SIGTERM)  # as a rolling upgrade does
+        assert depth(2) == 8
