@@ -39,7 +39,7 @@ from tests.servers import free_port
 ROOT = Path(__file__).parents[1]
 WAIT_S = 300.0  # of a block, which may start several programs; only one that hangs takes it
 _PATIENT = {"KVBM_ONBOARD__WAIT_S": "60", "KVBM_ONBOARD__LOCATE_S": "60"}  # a page shows what comes, not how soon
-PORTS = ("4222", "7700")  # as the pages write them; each run has its own
+PORTS = ("4222", "7700", "7701")  # as the pages write them; each run has its own
 _OF_A_CHECKOUT = ("deploy", "tools")  # what lies beside a reader who has one
 RUN_AS = {"sh": ("bash", "-euo", "pipefail"), "python": (sys.executable,), "js": ("node",)}
 DATA = ("json", "toml", "yaml", "text")
