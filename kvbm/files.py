@@ -272,6 +272,13 @@ def stranger(found: os.stat_result) -> int | None:
     return found.st_uid if found.st_uid not in (0, os.geteuid()) else None
 
 
+def is_kept_secret(found: os.stat_result) -> bool:
+    """Whether nobody but its owner reads a file, and root's nobody but its group: so Kubernetes mounts Secrets for a
+    process that is not root (`fsGroup`).
+    """
+    return not found.st_mode & (0o037 if found.st_uid == 0 != os.geteuid() else _OTHERS)
+
+
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """While no other process does this in the folder, which is made if it is not there.

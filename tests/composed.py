@@ -114,10 +114,15 @@ class Cluster:
         """A server with the user and the database its image would make of this environment."""
         url = self._opened.enter_context(postgres())
         self.ports["5432"] = url.rpartition(":")[2].partition("/")[0]
-        asyncio.run(_make_database(url.replace("+asyncpg", ""), environment))
+        asyncio.run(make_database(url.replace("+asyncpg", ""), environment))
 
 
-async def _make_database(server: str, environment: dict[str, str]) -> None:
+async def make_database(server: str, environment: dict[str, str]) -> None:
+    """The user and the database that the image of PostgreSQL would make of its environment.
+
+    Args:
+        server: the URL of the database `postgres`, as asyncpg takes it.
+    """
     import asyncpg
 
     connection = await asyncpg.connect(server, timeout=WAIT_S)

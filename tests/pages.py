@@ -39,7 +39,8 @@ from tests.servers import free_port
 ROOT = Path(__file__).parents[1]
 WAIT_S = 300.0  # of a block, which may start several programs; only one that hangs takes it
 _PATIENT = {"KVBM_ONBOARD__WAIT_S": "60", "KVBM_ONBOARD__LOCATE_S": "60"}  # a page shows what comes, not how soon
-PORTS = ("4222", "7700")  # as the pages write them; each run has its own
+PORTS = ("4222", "7700", "7701")  # as the pages write them; each run has its own
+_OF_A_CHECKOUT = ("deploy", "tools")  # what lies beside a reader who has one
 RUN_AS = {"sh": ("bash", "-euo", "pipefail"), "python": (sys.executable,), "js": ("node",)}
 DATA = ("json", "toml", "yaml", "text")
 _MARK = re.compile(r"^<!-- (?P<kind>server|output|not run|tested)(?:: (?P<words>.+))? -->$")
@@ -114,6 +115,8 @@ class Reader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        for name in _OF_A_CHECKOUT:
+            (folder / name).symlink_to(ROOT / name)
         self._ports = {port: str(free_port()) for port in PORTS}
         self._servers: list[subprocess.Popen[bytes]] = []
         self._printed = ""

@@ -130,42 +130,75 @@ def _die_with_parent() -> None:
 # -- Postgres ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def postgres(*, durable: bool = False) -> Iterator[str]:
-    """A Postgres server; gives the URL of its database `postgres`, as postgresql+asyncpg://….
+class PostgresServer:
+    """A Postgres server that can be away for a while: ended and started again, on what it has.
 
-    Args:
-        durable: sync to disk at commit, as a real one does; off, because no test here cuts the power.
+    Attributes:
+        url: of its database `postgres`, as postgresql+asyncpg://….
     """
-    binaries = _postgres_binaries()
-    folder = Path(tempfile.mkdtemp(prefix="kvbm-postgres-"))
-    process: subprocess.Popen[bytes] | None = None
-    try:
-        options = _ordinary_user()
-        if options:  # Postgres refuses to run as root
+
+    def __init__(self, folder: Path, durable: bool) -> None:
+        self._folder, self._durable, self._port = folder, durable, free_port()
+        self.url = f"postgresql+asyncpg://postgres@127.0.0.1:{self._port}/postgres"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._binaries = _postgres_binaries()
+        self._data, self._log = folder / "data", folder / "log"
+        self._options = _ordinary_user()
+        if self._options:  # Postgres refuses to run as root
             from kvbm.bench.postgres import (
                 readable_by_all,
             )  # wheels leave it out, and the check of a GPU loads this file over one
 
             folder.chmod(0o755)
-            binaries = readable_by_all(binaries, folder)
-        data, log = folder / "data", folder / "log"
-        data.mkdir(mode=0o700)
-        if options:
-            os.chown(data, options["user"], options["group"])
-        options |= {"cwd": folder, "env": _postgres_environment(binaries)}
-        initialise = [str(binaries / "initdb"), "-D", str(data), "-U", "postgres", "--auth=trust", "--encoding=utf8"]
-        made = start_process([*initialise, "--no-sync"], log, **options)
+            self._binaries = readable_by_all(self._binaries, folder)
+        self._data.mkdir(mode=0o700)
+        if self._options:
+            os.chown(self._data, self._options["user"], self._options["group"])
+        self._options |= {"cwd": folder, "env": _postgres_environment(self._binaries)}
+        initialise = [str(self._binaries / "initdb"), "-D", str(self._data), "-U", "postgres", "--auth=trust"]
+        made = start_process([*initialise, "--encoding=utf8", "--no-sync"], self._log, **self._options)
         if made.wait(START_WAIT_S):
-            raise AssertionError(f"initdb failed:\n{log.read_text()}")
-        port = free_port()
-        process = start_process(_postgres_command(binaries, data, port, durable), log, **options)
-        _wait_until_ready(process, data, log)
-        yield f"postgresql+asyncpg://postgres@127.0.0.1:{port}/postgres"
+            raise AssertionError(f"initdb failed:\n{self._log.read_text()}")
+
+    def start(self) -> None:
+        """Start it, and wait until it takes connections."""
+        command = _postgres_command(self._binaries, self._data, self._port, self._durable)
+        self._process = start_process(command, self._log, **self._options)
+        _wait_until_ready(self._process, self._data, self._log)
+
+    def stop(self, how: int = signal.SIGINT) -> None:
+        """End it: a fast shutdown, which cuts clients off, or with SIGQUIT one that leaves recovery to the next start.
+        Idempotent.
+        """
+        if self._process is not None:
+            stop_process(self._process, how)
+            self._process = None
+
+
+@contextmanager
+def own_postgres(*, durable: bool = False) -> Iterator[PostgresServer]:
+    """A running Postgres server.
+
+    Args:
+        durable: sync to disk at commit, as a real one does; off, because no test here cuts the power.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="kvbm-postgres-"))
+    try:
+        server = PostgresServer(folder, durable)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.stop()
     finally:
-        if process is not None:
-            stop_process(process, signal.SIGINT)  # a fast shutdown: clients are cut off
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def postgres(*, durable: bool = False) -> Iterator[str]:
+    """As `own_postgres`; gives the URL alone."""
+    with own_postgres(durable=durable) as server:
+        yield server.url
 
 
 async def fresh_database(server: str) -> str:

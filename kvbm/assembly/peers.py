@@ -13,7 +13,7 @@ from kvbm.config import Settings, TransportSettings
 from kvbm.core.errors import ConfigError
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.peer_address import PeerAddress
-from kvbm.files import read_small
+from kvbm.files import is_kept_secret, read_small
 from kvbm.tenant_secrets import TenantSecrets
 from kvbm.transport.base import PeerReader
 from kvbm.transport.leasing_connection import OVER_NIXL, OVER_RDMA, LeasingConnection, ReaderProof
@@ -119,7 +119,7 @@ def peer_key(wanted: TransportSettings) -> bytes:
     path = Path(wanted.key_file)
     try:
         key = read_small(path, _MOST_KEY_BYTES).strip()
-        mode = path.stat().st_mode
+        found = path.stat()
     except OSError as error:
         raise ConfigError(
             f"transport.key_file {path} cannot be read ({error.strerror or error}); make one: openssl rand -hex 32"
@@ -128,7 +128,7 @@ def peer_key(wanted: TransportSettings) -> bytes:
         raise ConfigError(
             f"transport.key_file {path} has {len(key)} bytes; it needs at least {LEAST_KEY_BYTES}: openssl rand -hex 32"
         )
-    if mode & 0o077:
+    if not is_kept_secret(found):
         raise ConfigError(f"transport.key_file {path} can be read by others than its owner; chmod 600 it")
     return key
 
@@ -142,12 +142,12 @@ def peer_tls(wanted: TransportSettings) -> PeerTls | None:
         return None
     path = Path(wanted.tls_key)
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
     except OSError as error:
         raise ConfigError(
             f"transport.tls_key {path} cannot be read ({error.strerror or error}); give the key of transport.tls_cert"
         ) from None
-    if mode & 0o077:
+    if not is_kept_secret(found):
         raise ConfigError(f"transport.tls_key {path} can be read by others than its owner; chmod 600 it")
     try:
         return NEW_PEER_TLS(wanted.tls_cert, wanted.tls_key, wanted.tls_ca)
