@@ -319,10 +319,10 @@ def _queued_before_its_thread(stack: ExitStack) -> None:
             workers_module.threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._room -= 1
 
-    def carry_out(self: Any, load: Any, waiter: Any) -> None:
+    def carry_out(self: Any, load: Any, waiter: Any, since_s: float) -> None:
         if waiter.waiting and load.copy.id not in self._copies.open:
             self._copies.open.add(load.copy.id)  # nobody looked whether it was given up
-        original(self, load, waiter)
+        original(self, load, waiter, since_s)
 
     _swap(stack, Workers, "submit", submit)
     _swap(stack, Workers, "replace_stuck", replace_stuck)
