@@ -24,7 +24,8 @@ from kvbm.core.backend import Backend
 from kvbm.core.stays import NewStayFold
 from kvbm.files import opener
 from kvbm.replay.format import parse_at
-from kvbm.replay.history import MANIFEST, HistoryManifest, write_history
+from kvbm.replay.history import write_history
+from kvbm.replay.history_manifest import MANIFEST, HistoryManifest
 from kvbm.replay.progress import watched
 from kvbm.replay.questions import changes, tenants, why
 from kvbm.replay.source import FrameSource, SourceError
@@ -68,8 +69,9 @@ class SqlReport(msgspec.Struct, kw_only=True):
 def add_arguments(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Declare what the five take beside a source."""
     commands["history"].add_argument(
-        "folder", type=Path, metavar="DIR", help="a new folder, or one with an older history, which is replaced"
+        "folder", type=Path, metavar="DIR", help="a new folder, or one with an older history, which goes on"
     )
+    commands["history"].add_argument("--anew", action="store_true", help="read the source from its beginning in any case")
     time = "ISO 8601, Unix seconds or a clock time such as 13:19 (UTC, the last one the log reaches)"
     commands["changes"].add_argument("--from", required=True, dest="since", metavar="TIME", help=time)
     commands["changes"].add_argument(
@@ -192,9 +194,10 @@ class _CsvRows:
 
 
 def _made(arguments: argparse.Namespace, parts: HistoryParts, folder: Path) -> HistoryManifest:
-    source = parts.open_source()
-    located = watched(source.read(parts.backend), source)
-    return write_history(source, folder, parts.backend, parts.new_stays, arguments.instance, located)
+    anew = getattr(arguments, "anew", False)
+    return write_history(
+        parts.open_source(), folder, parts.backend, parts.new_stays, arguments.instance, watched, anew
+    )
 
 
 @contextmanager

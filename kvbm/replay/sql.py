@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from kvbm.core.errors import MissingExtraError
-from kvbm.replay.history import RESIDENCIES, read_manifest
+from kvbm.replay.history_manifest import HistoryFile, check_files, read_manifest
 from kvbm.replay.source import SourceError
 
 MEMORY_BYTES = 1 << 30
@@ -31,7 +31,6 @@ MOST_ROWS = 100_000
 _BATCH_ROWS = 10_000
 _SPECIAL = "[*?"  # in a path that DuckDB is given they stand for other files
 _Result = TypeVar("_Result")
-_FILES = ("instances", "namespaces", "holes")
 _WHO = "instance, stream, life, epoch"
 _VIEWS = (
     # a stay has two events, its begin and its end; what moved begins and ends in one
@@ -120,8 +119,15 @@ class HistoryDatabase:
             raise SourceError(
                 f"{data}: DuckDB reads no folder that has one of {_SPECIAL} in its path; give it another name"
             )
-        files = {name: [data / f"{name}.parquet"] for name in _FILES}
-        files["history"] = sorted(data.glob(f"{RESIDENCIES}-*.parquet"))
+        check_files(folder, self.manifest)
+        tail = self.manifest.tail
+        told: dict[str, Sequence[HistoryFile | None]] = {
+            "instances": [tail.instances],
+            "namespaces": [tail.namespaces],
+            "holes": [tail.holes],
+            "history": [*(file for run in self.manifest.runs for file in run.stays), *tail.stays],
+        }
+        files = {name: [data / one.name for one in found if one is not None] for name, found in told.items()}
         try:
             for statement in (
                 f"SET memory_limit = '{memory_bytes >> 20}MiB'",

@@ -34,9 +34,10 @@ from kvbm.core.events import (
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier, pack_slots
 from kvbm.reference.history import StayHistory as ReadableHistory
 from kvbm.replay.format import At, parse_at, time_text
-from kvbm.replay.history import MANIFEST, HistoryManifest, read_manifest, write_history
+from kvbm.replay.history import write_history
+from kvbm.replay.history_manifest import MANIFEST, VERSION, HistoryManifest, read_manifest
 from kvbm.replay.opening import open_source
-from kvbm.replay.order import LifeBegins, Next, StreamKey
+from kvbm.replay.order import LifeBegins, Next, Ordering, StreamKey
 from kvbm.replay.questions import BlockLife, changes, tenants, why
 from kvbm.replay.source import FileSource, SourceError, SourceFile
 from kvbm.replay.sql import HistoryDatabase
@@ -295,7 +296,7 @@ def test_a_history_that_is_damaged_or_newer_is_refused(tmp_path: Path):
     made(tmp_path, frames_of(LOG))
     folder = tmp_path / "history"
     manifest = json.loads((folder / MANIFEST).read_bytes())
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"version": 2, "source": 7}))
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"version": VERSION + 1, "source": 7}))
     with pytest.raises(SourceError, match="newer kvbm"):
         HistoryDatabase(folder)
     (folder / MANIFEST).write_text("{")
@@ -414,14 +415,14 @@ def test_a_life_that_took_anothers_place_ends_what_that_held(tmp_path: Path, mon
     capture.write_bytes(packed([*frames[:2], *later]))
     source = open_source(str(capture))
 
-    def with_another_life(read: Any, is_trimmed: bool) -> Iterator[Any]:
+    def with_another_life(_: Ordering, read: Any) -> Iterator[Any]:
         key = StreamKey("", InstanceId("one"))
         for number, located in enumerate(read):
             if number == 2:
                 yield key, LifeBegins(located, Fence(Epoch(1), "run", 1), Epoch(1))
             yield key, Next(located, located.found)
 
-    monkeypatch.setattr("kvbm.replay.stays.in_order", with_another_life)
+    monkeypatch.setattr(Ordering, "steps", with_another_life)
     write_history(source, tmp_path / "history", NATIVE, NATIVE_STAYS)
     with HistoryDatabase(tmp_path / "history") as opened:
         for seconds, held in ((4, [(ONE.hex(), 0)]), (5, []), (6, [(TWO.hex(), 1)])):
