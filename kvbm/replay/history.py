@@ -37,7 +37,7 @@ import numpy as np
 from kvbm.core.backend import Backend
 from kvbm.core.errors import MissingExtraError
 from kvbm.core.stays import LASTING, NewStayFold
-from kvbm.files import alone, make_folder, replace_file, write_new
+from kvbm.files import alone, replace_file, write_new
 from kvbm.replay.format import counted, time_text
 from kvbm.replay.history_counts import Counts, read_counts, summed, write_counts
 from kvbm.replay.history_manifest import (
@@ -184,9 +184,7 @@ class _CannotGoOnError(Exception):
 class _Writing:
     """What goes on from one writing to the next."""
 
-    def __init__(
-        self, arrow: Any, folder: Path, data: Path, maker: Maker, instance: str, source: FrameSource
-    ) -> None:
+    def __init__(self, arrow: Any, folder: Path, data: Path, maker: Maker, instance: str, source: FrameSource) -> None:
         self._arrow, self._folder, self._data, self._maker = arrow, folder, data, maker
         self._stays = SourceStays(source.is_trimmed, maker.backend, maker.new_fold)
         self._tables = Tables(arrow)
@@ -256,7 +254,9 @@ class _Writing:
             history.reached, history.order = source.reached, source.order
         self._describe(history, told, tail)
         if history.instance and not history.instances:
-            raise SourceError(f"no frame of instance {history.instance!r} is there; kvbm-replay stat lists the instances")
+            raise SourceError(
+                f"no frame of instance {history.instance!r} is there; kvbm-replay stat lists the instances"
+            )
         self._guarded(lambda: _take_place(self._folder, before, history))
         self._history = history
         return history

@@ -71,7 +71,9 @@ def add_arguments(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     commands["history"].add_argument(
         "folder", type=Path, metavar="DIR", help="a new folder, or one with an older history, which goes on"
     )
-    commands["history"].add_argument("--anew", action="store_true", help="read the source from its beginning in any case")
+    commands["history"].add_argument(
+        "--anew", action="store_true", help="read the source from its beginning in any case"
+    )
     time = "ISO 8601, Unix seconds or a clock time such as 13:19 (UTC, the last one the log reaches)"
     commands["changes"].add_argument("--from", required=True, dest="since", metavar="TIME", help=time)
     commands["changes"].add_argument(
@@ -195,9 +197,7 @@ class _CsvRows:
 
 def _made(arguments: argparse.Namespace, parts: HistoryParts, folder: Path) -> HistoryManifest:
     anew = getattr(arguments, "anew", False)
-    return write_history(
-        parts.open_source(), folder, parts.backend, parts.new_stays, arguments.instance, watched, anew
-    )
+    return write_history(parts.open_source(), folder, parts.backend, parts.new_stays, arguments.instance, watched, anew)
 
 
 @contextmanager

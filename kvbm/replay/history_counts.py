@@ -133,9 +133,7 @@ class CountFile:
         self._counts = arrow.parquet.ParquetFile(counts)
         self._marks = arrow.parquet.ParquetFile(marks) if marks is not None else None
         metadata = self._counts.metadata
-        self._firsts = [
-            metadata.row_group(group).column(0).statistics.min for group in range(metadata.num_row_groups)
-        ]
+        self._firsts = [metadata.row_group(group).column(0).statistics.min for group in range(metadata.num_row_groups)]
 
     def held_at(self, time_us: int) -> np.ndarray:
         """HELD_ROW at a moment, in microseconds of Unix time: after all that happened then."""

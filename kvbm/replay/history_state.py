@@ -1,8 +1,8 @@
 """Where a history stands in its log, as a file: what is needed to go on from there as if it had never stopped.
 
-    8 bytes   length of what follows as MessagePack, little-endian
-    …         `KeptState`, in which each array is its number
-    …         the arrays one after the other
+8 bytes   length of what follows as MessagePack, little-endian
+…         `KeptState`, in which each array is its number
+…         the arrays one after the other
 """
 
 from __future__ import annotations

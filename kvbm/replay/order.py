@@ -319,10 +319,7 @@ class _Order:
             self._is_trimmed,
             (self._place.epoch, self._place.offset),
             self._last_order,
-            {
-                epoch: (seen.firsts.tobytes(), seen.prints.tobytes(), seen.end)
-                for epoch, seen in self._seen.items()
-            },
+            {epoch: (seen.firsts.tobytes(), seen.prints.tobytes(), seen.end) for epoch, seen in self._seen.items()},
             {epoch: list(holes) for epoch, holes in self._unknown.items()},
             [_kept(step) for step in self._buffer.values()],
             [_kept(step) for step in self._late],

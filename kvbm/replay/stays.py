@@ -339,9 +339,10 @@ class SourceStays:
     def _taken(self) -> Iterator[StayRows]:
         """What has ended of all instances."""
         for key, stream in self._streams.items():
-            if stream.has_rows:
-                stream.has_rows = False
-                yield self._rows(key, stream, stream.fold.take_ended())
+            for one in _chain(stream):
+                if one.has_rows:
+                    one.has_rows = False
+                    yield self._rows(key, one, one.fold.take_ended())
 
     def _replaced(self, key: StreamKey, stream: _Stream, frame: ScannedFrame | None) -> Iterator[StayRows]:
         """What a life held ends where the next one's first frame was cut; without any, with its own last frame."""

@@ -73,9 +73,9 @@ def test_a_fold_goes_on_from_the_state_of_another(steps: list[Any], data: st.Dat
                 fold.evolve_frame(frame)
             taken.append(fold.take_ended())
     for fold, taken in zip((native, reference), ended[1:], strict=True):
-        assert np.concatenate([*taken, fold.lasting()]).tobytes() == np.concatenate(
-            [*ended[0], whole.lasting()]
-        ).tobytes()
+        assert (
+            np.concatenate([*taken, fold.lasting()]).tobytes() == np.concatenate([*ended[0], whole.lasting()]).tobytes()
+        )
         assert rows_of(fold.state()) == rows_of(whole.state())
 
 
@@ -181,7 +181,11 @@ def cut_into(folder: Path, pieces: list[bytes], chance: random.Random, is_archiv
     files = sorted({0, *(chance.sample(ends[:-1], min(2, len(ends) - 1)) if is_archive else ())})
     cuts = sorted({chance.choice([chance.randint(1, len(data)), chance.choice(ends)]) for _ in range(4)} | {len(data)})
     return [
-        [(f"{begin:020}.kvbm", begin, min(cut, end)) for begin, end in zip(files, [*files[1:], len(data)], strict=True) if begin < cut]
+        [
+            (f"{begin:020}.kvbm", begin, min(cut, end))
+            for begin, end in zip(files, [*files[1:], len(data)], strict=True)
+            if begin < cut
+        ]
         for cut in cuts
     ]
 
