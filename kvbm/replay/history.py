@@ -28,6 +28,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -228,8 +229,14 @@ class _Writing:
 
     def _written(self, source: FrameSource, beyond: bool) -> HistoryManifest:
         before = self._history
+        read = iter(self._read(source, beyond))
+        first = next(read, None)
+        if first is None and isinstance(source, FileSource) and before.serial:
+            if not source.unsettled and not before.unsettled:
+                return before  # nothing is new
         history = msgspec.structs.replace(before, serial=before.serial + 1)
-        run, rows = self._run(self._kept(source, beyond), history.serial)
+        located = self._maker.watch(chain([first] if first is not None else [], read), source)
+        run, rows = self._run(self._stays.kept(only(located, history.instance or None)), history.serial)
         tail, unsettled = _Part(), source.unsettled if isinstance(source, FileSource) else ()
         with Spills(self._data) as spills:
             self._gather(self._stays.tail(only(unsettled, history.instance or None)), spills, tail)
@@ -252,6 +259,7 @@ class _Writing:
         history.tail = files
         if isinstance(source, FileSource):
             history.reached, history.order = source.reached, source.order
+            history.unsettled = len(source.unsettled)
         self._describe(history, told, tail)
         if history.instance and not history.instances:
             raise SourceError(
@@ -261,13 +269,10 @@ class _Writing:
         self._history = history
         return history
 
-    def _kept(self, source: FrameSource, beyond: bool) -> Iterator[StayRows]:
-        maker, history = self._maker, self._history
+    def _read(self, source: FrameSource, beyond: bool) -> Iterator[Located]:
         if isinstance(source, FileSource):
-            read: Iterable[Located] = source.read_on(maker.backend, history.reached, history.order, beyond)
-        else:
-            read = source.read(maker.backend)
-        return self._stays.kept(only(maker.watch(read, source), history.instance or None))
+            return source.read_on(self._maker.backend, self._history.reached, self._history.order, beyond)
+        return source.read(self._maker.backend)
 
     def _run(self, stays: Iterable[StayRows], serial: int) -> tuple[HistoryRun, int]:
         """What has ended, and how many rows and counts that is."""

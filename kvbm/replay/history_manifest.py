@@ -89,7 +89,8 @@ class HistoryManifest(msgspec.Struct, kw_only=True):
         stays: rows of residencies, those that last and claims among them. lasting: of those.
         bytes: of the files.
         lives: instance, stream and life by the number that counts have for them.
-        reached: of the files it was made of. order: how much was read of them.
+        reached: of the files it was made of. order: how much was read of them. unsettled: how much lay behind that, and
+            is in the tail.
     """
 
     source: str
@@ -114,6 +115,7 @@ class HistoryManifest(msgspec.Struct, kw_only=True):
     tail: HistoryTail = HistoryTail()
     reached: list[FileReached] = []
     order: int = 0
+    unsettled: int = 0
     retired: list[Retired] = []
 
     def lines(self) -> Iterator[str]:

@@ -14,7 +14,7 @@ from kvbm.core.ids import InstanceId
 from kvbm.replay.history_counts import CountFile, total_held
 from kvbm.replay.history_manifest import HistoryManifest
 from kvbm.replay.history_tables import TIERS
-from kvbm.replay.source import SourceError
+from kvbm.replay.sql import DamagedHistoryError
 
 _BEGIN = datetime(1970, 1, 1)  # noqa: DTZ001 - the times of a history are in UTC, without a zone
 
@@ -94,7 +94,7 @@ class _read:  # noqa: N801 - a context manager
 
     def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         if isinstance(error, OSError | self._arrow.ArrowException):
-            raise SourceError(f"{self._data} is damaged ({error}); make the history anew") from None
+            raise DamagedHistoryError(f"{self._data} is damaged ({error}); make the history anew") from None
 
 
 def _us(moment: datetime) -> int:

@@ -357,8 +357,8 @@ def _read_position(folder: Path) -> ArchivePosition | None:
         version = msgspec.json.decode(body, type=_Versioned).version
         if version > VERSION:
             raise CatalogError(
-                f"the archive {folder} is of a newer kvbm, version {version}; this one writes version {VERSION}: upgrade"
-                " it, or give --archive another folder"
+                f"the archive {folder} is of a newer kvbm, version {version}; this one writes version {VERSION}: "
+                "upgrade it, or give --archive another folder"
             )
         position = msgspec.json.decode(body, type=ArchivePosition)
         is_ours = not position.file or (position.file.endswith(FRAMES) and "/" not in position.file)
