@@ -231,9 +231,9 @@ class _Writing:
         before = self._history
         read = iter(self._read(source, beyond))
         first = next(read, None)
-        if first is None and isinstance(source, FileSource) and before.serial:
-            if not source.unsettled and not before.unsettled:
-                return before  # nothing is new
+        is_new = first is not None or not isinstance(source, FileSource) or source.unsettled or before.unsettled
+        if not is_new and before.serial:
+            return before
         history = msgspec.structs.replace(before, serial=before.serial + 1)
         located = self._maker.watch(chain([first] if first is not None else [], read), source)
         run, rows = self._run(self._stays.kept(only(located, history.instance or None)), history.serial)
@@ -403,7 +403,7 @@ class _Writing:
         history.stays = tail.rows + sum(self._rows(file) for run in history.runs for file in run.stays)
         history.lasting = tail.lasting
         history.instances, history.namespaces = len(told.incarnations), len(self._stays.namespaces)
-        history.holes, history.lives = len(told.holes), [*self._lives]  # type: ignore[list-item]
+        history.holes, history.lives = len(told.holes), [*self._lives]
         history.notes, history.findings = [*self.notes, *told.notes], told.findings
         if went_back := self._went_back + tail.went_back:
             history.notes.append(

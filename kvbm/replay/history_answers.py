@@ -73,7 +73,7 @@ class HistoryAnswers:
                 "FROM instances ORDER BY instance, stream, life, epoch"
             ).rows:
                 pools = {pool["tier"]: pool for pool in reversed(row[10])}
-                self._epochs[row[0], row[1]].append(_Epoch(*row[:9], row[9] or [], pools))
+                self._epochs[row[0], row[1]].append(_Epoch._make([*row[:9], row[9] or [], pools]))
         except BaseException:
             self.database.close()
             raise

@@ -81,14 +81,15 @@ def held_after(rows: np.ndarray, before: np.ndarray | None = None) -> np.ndarray
     for name in _KEY:
         changed[name] = rows[name]
     changed["blocks"] = rows["gained"] - rows["lost"]
-    held = _summed(changed if before is None else np.concatenate([before, changed]), _KEY, ("blocks",))
-    return held[held["blocks"] != 0]
+    return total_held([changed] if before is None else [before, changed])
 
 
 def total_held(parts: Iterable[np.ndarray]) -> np.ndarray:
     """The sum of several HELD_ROW."""
     held = _summed(np.concatenate([np.empty(0, dtype=HELD_ROW), *parts]), _KEY, ("blocks",))
-    return held[held["blocks"] != 0]
+    is_there: np.ndarray = held["blocks"] != 0
+    some: np.ndarray = held[is_there]
+    return some
 
 
 def _summed(rows: np.ndarray, keys: Sequence[str], sums: Sequence[str]) -> np.ndarray:

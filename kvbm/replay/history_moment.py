@@ -67,7 +67,8 @@ class Moments:
             held = total_held(file.held_at(at_us) for file in self._files)
         for row in held.tolist():
             life, namespace, tier, blocks = row
-            yield HeldCount(*self._lives[life], TIERS[tier], self._namespaces[namespace], blocks)
+            instance, stream, number = self._lives[life]
+            yield HeldCount(instance, stream, number, TIERS[tier], self._namespaces[namespace], blocks)
 
     def by_tier(self, moment: datetime) -> dict[str, int]:
         """Blocks in each tier after a moment."""

@@ -48,6 +48,7 @@ ARROW = "application/vnd.apache.arrow.stream"
 MOST_ANSWER_BYTES = 64 << 20  # of JSON
 LAGS_S = 60.0
 _PIECE_BYTES = 1 << 20
+_AGAIN_S = 0.02  # between two interrupts
 _REST_BYTES = 1 << 30  # that the process takes beside what a question may
 _ANSWERS = frozenset({"overview", "timeline", "block", "changes", "tenants", "instance"})
 Send = Callable[[int, bytes], None]
@@ -77,7 +78,7 @@ class History:
         self._answers: HistoryAnswers | None = None
         self._stamp: tuple[int, ...] | None = None
         self._asked: queue.SimpleQueue[Ask] = queue.SimpleQueue()
-        self._is_cancelled = threading.Event()
+        self._is_idle = threading.Event()
 
     def serve(self, source: BinaryIO, out: BinaryIO) -> None:
         """Answer until the source ends."""
@@ -89,12 +90,12 @@ class History:
         threading.Thread(target=self._work, args=(send,), daemon=True).start()
         for kind, part in _parts(source):
             if kind == ASK:
-                self._is_cancelled.clear()
+                self._is_idle.clear()
                 self._asked.put(msgspec.json.decode(part, type=Ask))
             elif kind == CANCEL:
-                self._is_cancelled.set()
-                if self._answers is not None:
-                    self._answers.database.cancel()
+                while not self._is_idle.wait(_AGAIN_S):  # an interrupt counts for nothing before its question runs
+                    if (answers := self._answers) is not None:
+                        answers.database.cancel()
 
     def _work(self, send: Send) -> None:
         while True:
@@ -122,8 +123,10 @@ class History:
                         send(BODY, body[begin : begin + _PIECE_BYTES])
                 else:
                     raise AnswerError(404, "not_found", f"no such question: {asked.kind}", "see /openapi.json")
+            self._is_idle.set()  # first: the next question follows at once
             send(END, b"")
         except (AnswerError, KvbmError, MemoryError, KeyboardInterrupt) as error:
+            self._is_idle.set()
             send(REFUSAL, msgspec.json.encode(_refusal(error, asked)))
             if isinstance(error, DamagedHistoryError):
                 self._close()
@@ -178,7 +181,9 @@ class _Question:
         columns = [HistoryColumn(name=field.name, type=str(field.type)) for field in reader.schema]
         made: list[bytes] = []
         count = size = 0
+        is_more = False
         for batch in reader:
+            is_more = len(batch) > rows - count
             taken = batch.slice(0, rows - count)
             values = [column.to_pylist() for column in taken.columns]
             for row in zip(*values, strict=True):
@@ -187,11 +192,8 @@ class _Question:
             count += len(taken)
             if size > MOST_ANSWER_BYTES:
                 raise LargeQuestionError(f"the answer has more than {MOST_ANSWER_BYTES >> 20} MiB")
-            if len(taken) < len(batch):
+            if is_more:
                 break
-        is_more = (
-            count >= rows and (len(taken) < len(batch) or next(iter(reader), None) is not None) if count else False
-        )
         head = HistoryRows(columns=columns, rows=[], more=is_more, until=until, holes=holes)
         before, _, after = msgspec.json.encode(head).partition(b'"rows":[]')
         self._send(HEAD, msgspec.json.encode(Head()))
@@ -244,12 +246,8 @@ def _refusal(error: BaseException, asked: Ask) -> Refusal:
             return Refusal(status=error.status, code=error.code, message=str(error), what_to_do=error.what_to_do)
         case SlowQuestionError():
             words = f"the question took longer than {asked.within_s:g} s"
-            return Refusal(
-                status=504,
-                code="too_slow",
-                message=words,
-                what_to_do="ask for less, or give within_s (limits.history_s)",
-            )
+            what_to_do = "ask for less, or give within_s (limits.history_s)"
+            return Refusal(status=504, code="too_slow", message=words, what_to_do=what_to_do)
         case LargeQuestionError():
             return Refusal(
                 status=422, code="too_much", message=str(error), what_to_do="ask for less: LIMIT, or a narrower WHERE"

@@ -61,7 +61,7 @@ def write_state(path: Path, source: SourceState, went_back: int) -> None:
         file.write(len(head).to_bytes(8, "little"))
         file.write(head)
         for array in arrays:
-            file.write(memoryview(array.view(np.uint8)))
+            file.write(array.view(np.uint8).data)
 
 
 def read_state(path: Path) -> KeptState:

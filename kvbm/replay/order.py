@@ -323,7 +323,7 @@ class _Order:
             {epoch: list(holes) for epoch, holes in self._unknown.items()},
             [_kept(step) for step in self._buffer.values()],
             [_kept(step) for step in self._late],
-            dict(self._runs),
+            {int(epoch): run for epoch, run in self._runs.items()},
         )
 
     @property

@@ -228,9 +228,9 @@ class SourceStays:
         self.namespaces: dict[NamespaceId, int] = before.namespaces if before is not None else {}
         self.fields: dict[NamespaceId, Namespace] = before.fields if before is not None else {}
         self.names: dict[InstanceId, int] = before.names if before is not None else {}
-        self._ordering = Ordering(is_trimmed, before._ordering if before is not None else None)
-        self.told = before.told.copy() if before is not None else Told()
-        self.tail_told = self.told
+        self._ordering: Ordering = Ordering(is_trimmed, before._ordering if before is not None else None)
+        self.told: Told = before.told.copy() if before is not None else Told()
+        self.tail_told: Told = self.told
 
     def kept(self, located: Iterable[Located]) -> Iterator[StayRows]:
         """Go on with what comes next of the source. Gives stays that have ended."""
@@ -403,7 +403,8 @@ class SourceStays:
 def begun_since(stays: np.ndarray, since: tuple[int, int]) -> np.ndarray:
     """Which have begun in that epoch and at that offset, or later."""
     epoch, offset = since
-    return (stays["epoch"] > epoch) | ((stays["epoch"] == epoch) & (stays["begin_offset"] >= offset))
+    begun: np.ndarray = (stays["epoch"] > epoch) | ((stays["epoch"] == epoch) & (stays["begin_offset"] >= offset))
+    return begun
 
 
 def _chain(stream: _Stream | None) -> Iterator[_Stream]:

@@ -88,7 +88,7 @@ def test_a_state_that_contradicts_itself_is_refused():
         state._replace(tiers=state.tiers[:2]),
         state._replace(names=("a", "a")),
     ):
-        with pytest.raises(Exception, match="goes on once|names no|twice"):
+        with pytest.raises(Exception, match=r"goes on once|names no|twice"):
             _native.StayHistory().resume(broken)
 
 

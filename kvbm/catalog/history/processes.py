@@ -84,7 +84,7 @@ class Beside:
 
 
 def _started(command: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdin=theirs, stdout=theirs, close_fds=True, start_new_session=True)
+    return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:

@@ -68,7 +68,7 @@ class HistoryReaders:
 
                     async def body() -> AsyncIterator[bytes]:
                         nonlocal is_done
-                        while (part := await self._part(reader)) is not None:  # type: ignore[arg-type]
+                        while (part := await self._part(reader)) is not None:
                             yield part
                         is_done = True
 
@@ -177,9 +177,5 @@ def _busy() -> ApiError:
 
 
 def _too_slow(within_s: float) -> ApiError:
-    return ApiError(
-        504,
-        "too_slow",
-        f"the question took longer than {within_s:g} s",
-        "ask for less, or for longer (limits.history_s)",
-    )
+    words = f"the question took longer than {within_s:g} s"
+    return ApiError(504, "too_slow", words, "ask for less, or give within_s (limits.history_s)")
