@@ -360,6 +360,7 @@ def test_operators_alone_may_ask(tmp_path: Path, nats_url: str, cluster: str):
             assert status(path, None, method) == 401
 
 
+@pytest.mark.nightly
 def test_it_goes_on_over_a_killed_keeper_a_restart_and_damage(tmp_path: Path, nats_url: str, cluster: str):
     settings = settings_of(tmp_path, nats_url, cluster)
     one = Instance(nats_url, cluster, "one")
@@ -396,6 +397,7 @@ def test_it_goes_on_over_a_killed_keeper_a_restart_and_damage(tmp_path: Path, na
         assert any("made anew" in note for note in opened(thread).ask("")["notes"])
 
 
+@pytest.mark.nightly
 def test_a_hole_is_told_with_what_it_touches(tmp_path: Path, nats_url: str, cluster: str):
     settings = settings_of(tmp_path, nats_url, cluster)
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:

@@ -49,6 +49,7 @@ class HistoryReaders:
         self._generation = 0  # readers of an older one are ended when they are done
         self._ending: set[asyncio.Task[None]] = set()
         self._is_closed = False
+        self._said = ""
 
     @asynccontextmanager
     async def ask(self, asked: Ask) -> AsyncIterator[HistoryReply]:
@@ -137,7 +138,9 @@ class HistoryReaders:
     def _refused(self, part: bytes) -> ApiError:
         refusal = msgspec.json.decode(part, type=Refusal)
         if refusal.code == FAILED:
-            log.warning("history.failed", why=refusal.message)
+            if refusal.message != self._said:
+                log.warning("history.failed", why=refusal.message)
+            self._said = refusal.message
             self._on_failed()
         return ApiError(refusal.status, refusal.code, refusal.message, refusal.what_to_do)
 
