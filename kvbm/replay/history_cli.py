@@ -77,6 +77,9 @@ def add_arguments(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     commands["history"].add_argument(
         "--anew", action="store_true", help="read the source from its beginning in any case"
     )
+    commands["history"].add_argument(
+        "--follow", action="store_true", help="go on until it is interrupted, with a line for each writing"
+    )
     time = "ISO 8601, Unix seconds or a clock time such as 13:19 (UTC, the last one the log reaches)"
     commands["changes"].add_argument("--from", required=True, dest="since", metavar="TIME", help=time)
     commands["changes"].add_argument(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
@@ -634,6 +637,24 @@ def test_values_of_any_kind_become_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["sql", str(tmp_path / "history"), question, "--json"]) == 0
     at = "2026-01-01T00:00:07.000000Z"
     assert json.loads(capsys.readouterr().out)["rows"] == [[[at], {"x": at}, at, "1.50"]]
+
+
+def test_a_history_follows_its_log_until_it_is_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    capture, folder = tmp_path / "capture.kvbm", tmp_path / "history"
+    frames = frames_of(LOG)
+    capture.write_bytes(packed(frames[:5]))
+    assert main(["history", str(capture), str(folder), "--follow", "--anew"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+    program = "import sys; from kvbm.cli import replay_main; sys.exit(replay_main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "history", str(capture), str(folder), "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "5 stays" in process.stdout.readline()
+        capture.write_bytes(packed(frames))
+        assert "8 stays" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    assert read_manifest(folder).stays == 8
 
 
 def hash_of(number: int) -> bytes:
