@@ -37,6 +37,7 @@ import numpy as np
 
 from kvbm.core.backend import Backend
 from kvbm.core.errors import MissingExtraError
+from kvbm.core.ids import InstanceId
 from kvbm.core.stays import LASTING, NewStayFold
 from kvbm.files import alone, replace_file, write_new
 from kvbm.replay.format import counted, time_text
@@ -212,7 +213,9 @@ class _Writing:
         except SourceError as error:
             raise _CannotGoOnError(str(error)) from None
         made._history = history
-        made._lives = {(life[0], life[1], life[2]): number for number, life in enumerate(history.lives)}  # type: ignore[misc]
+        made._lives = {
+            (InstanceId(name), stream, life): number for number, (name, stream, life) in enumerate(history.lives)
+        }
         made.notes = [note for note in history.notes if note.startswith("the history was made anew")]
         return made
 

@@ -53,13 +53,16 @@ class Site(NamedTuple):
     times: list[str]  # between what it did
 
     def ask(self, path: str, **asked: object) -> Any:
-        answer = urllib3.request("GET", f"{self.url}/v1/history{path}", fields=asked or None, timeout=WAIT_S)  # type: ignore[arg-type]
+        answer = self._asked(path, asked)
         assert answer.status == 200, answer.data
         return answer.json()
 
     def refused(self, path: str, **asked: object) -> tuple[int, str]:
-        answer = urllib3.request("GET", f"{self.url}/v1/history{path}", fields=asked or None, timeout=WAIT_S)  # type: ignore[arg-type]
+        answer = self._asked(path, asked)
         return answer.status, answer.json()["error"]["code"]
+
+    def _asked(self, path: str, asked: dict[str, Any]) -> urllib3.BaseHTTPResponse:
+        return urllib3.request("GET", f"{self.url}/v1/history{path}", fields=asked or None, timeout=WAIT_S)
 
     def sql(self, question: str, headers: dict[str, str] | None = None, **more: object) -> urllib3.BaseHTTPResponse:
         body = json.dumps({"question": question, **more})

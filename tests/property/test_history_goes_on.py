@@ -34,6 +34,7 @@ from tests.property.test_native_history import frames
 from tests.small_events import SLOTS, small_events
 
 BEGIN_NS = 1_767_225_600_000_000_000
+MIDNIGHT = datetime(2026, 1, 1)  # noqa: DTZ001 - histories are in UTC, without a zone
 STANDS_FOR_NONE = pack_slots([SLOTS[-1]])
 events_in_slots = small_events().filter(lambda one: STANDS_FOR_NONE not in getattr(one, "slots", b""))
 steps_of_events = st.lists(
@@ -206,9 +207,6 @@ def test_a_history_cut_anywhere_is_the_one_made_at_once(seed: int):
             report = write_history(open_source(source), folder, NATIVE, NATIVE_STAYS)
             assert not any("anew" in note for note in report.notes)
             write_history(open_source(source), anew, NATIVE, NATIVE_STAYS, anew=True)
-            moments = [
-                datetime(2026, 1, 1) + timedelta(seconds=chance.uniform(-2, len(pieces) + 2))  # noqa: DTZ001
-                for _ in range(3)
-            ]
-            moments += [datetime(2026, 1, 1) + timedelta(seconds=chance.randint(-2, len(pieces))) for _ in range(3)]  # noqa: DTZ001
+            moments = [MIDNIGHT + timedelta(seconds=chance.uniform(-2, len(pieces) + 2)) for _ in range(3)]
+            moments += [MIDNIGHT + timedelta(seconds=chance.randint(-2, len(pieces))) for _ in range(3)]
             assert answers(folder, moments) == answers(anew, moments)

@@ -35,7 +35,7 @@ from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
 from kvbm.catalog.edge.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.edge.feed_response import FeedResponse
 from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, Gate, content_type
-from kvbm.catalog.edge.history import HistoryHandlers
+from kvbm.catalog.edge.history import HISTORY_ROUTES, HistoryHandlers
 from kvbm.catalog.edge.metrics import ROWS
 from kvbm.catalog.edge.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.edge.watch_requests import decode_watch
@@ -64,18 +64,6 @@ from kvbm.core.answers import (
     RouteAnswer,
     RouteRequest,
     SnapshotAnswer,
-)
-from kvbm.core.history_answers import (
-    MOST_STEPS,
-    HistoryBlocks,
-    HistoryChanges,
-    HistoryOfInstance,
-    HistoryOverview,
-    HistoryQuestion,
-    HistoryRows,
-    HistoryStatus,
-    HistoryTenants,
-    HistoryTimeline,
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
 from kvbm.core.prompt_batches import CONTENT_TYPE as BATCHES
@@ -516,9 +504,6 @@ _EXAMPLE_WAIT = _EXAMPLE_LOOKUP | {
     "timeout_s": 0.5,
 }
 
-_PAST_ERRORS = (404, 422, 503, 504)
-_TIME = {"type": "string", "description": "ISO 8601, Unix seconds, or a clock time such as 12:00 (UTC)"}
-
 _ROUTES = (
     _Route(
         path="/v1/lookup",
@@ -636,76 +621,7 @@ _ROUTES = (
             "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES},
         },
     ),
-    _Route(
-        path="/v1/history",
-        handler="history",
-        gives=HistoryStatus,
-        summary="From when to when the past can be asked, and what is missing. For operators, as all below.",
-        errors=(404, 422, 503),
-    ),
-    _Route(
-        path="/v1/history/overview",
-        handler="history_overview",
-        gives=HistoryOverview,
-        summary="Instances, tiers and tenants at a moment.",
-        errors=_PAST_ERRORS,
-        asks={"at": _TIME},
-    ),
-    _Route(
-        path="/v1/history/timeline",
-        handler="history_timeline",
-        gives=HistoryTimeline,
-        summary="Blocks gained, lost and held in equal parts of a stretch of time, starts and stops.",
-        errors=_PAST_ERRORS,
-        asks={
-            "from": _TIME,
-            "to": _TIME,
-            "steps": {"type": "integer", "minimum": 1, "maximum": MOST_STEPS, "default": 100},
-        },
-    ),
-    _Route(
-        path="/v1/history/changes",
-        handler="history_changes",
-        gives=HistoryChanges,
-        summary="What began and ended in a stretch of time, by instance, tier and cause.",
-        errors=_PAST_ERRORS,
-        asks={"from": _TIME, "to": _TIME, "instance": {"type": "string"}},
-    ),
-    _Route(
-        path="/v1/history/tenants",
-        handler="history_tenants",
-        gives=HistoryTenants,
-        summary="Whose blocks filled the tiers at a moment.",
-        errors=_PAST_ERRORS,
-        asks={"at": _TIME},
-    ),
-    _Route(
-        path="/v1/history/block/{hash}",
-        handler="history_block",
-        gives=HistoryBlocks,
-        summary="Who held a block at a moment, and its life event by event; its hash, or 8 digits or more of it.",
-        errors=_PAST_ERRORS,
-        asks={"at": _TIME},
-    ),
-    _Route(
-        path="/v1/history/instances/{instance}",
-        handler="history_instance",
-        gives=HistoryOfInstance,
-        summary="An instance at a moment, and all its epochs.",
-        errors=_PAST_ERRORS,
-        asks={"at": _TIME},
-    ),
-    _Route(
-        path="/v1/history/sql",
-        handler="history_sql",
-        method="POST",
-        takes=HistoryQuestion,
-        gives=HistoryRows,
-        summary="One SELECT over the past. As JSON, or as Arrow IPC stream where `accept` is "
-        "application/vnd.apache.arrow.stream.",
-        errors=(400, 408, 413, *_PAST_ERRORS),
-        examples={"count": {"value": {"question": "SELECT tier, count(*) AS blocks FROM residencies GROUP BY tier"}}},
-    ),
+    *(_Route(**route) for route in HISTORY_ROUTES),
     _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
     _Route(
         path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."
