@@ -35,7 +35,7 @@ def history_options(settings: Settings) -> HistoryOptions | None:
         import pyarrow  # noqa: F401
     except ImportError:
         raise MissingExtraError("the libraries of a history (duckdb, pyarrow)", "sql") from None
-    python = (sys.executable, "-m")
+    python = (sys.executable, "-P", "-m")  # what lies in the working folder is not ours
     return HistoryOptions(
         folder=folder,
         keeper=(*python, "kvbm.assembly.history", archive, folder, str(limits.history_keeper_bytes)),
@@ -46,11 +46,18 @@ def history_options(settings: Settings) -> HistoryOptions | None:
 def main(arguments: Sequence[str]) -> None:
     """`python -m kvbm.assembly.history ARCHIVE FOLDER MEMORY_BYTES`: keep a history until standard input ends."""
     from kvbm.replay.history import Maker
-    from kvbm.replay.history_keeper import keep_beside
+    from kvbm.replay.history_keeper import NothingYetError, keep_beside
     from kvbm.replay.opening import open_source
+    from kvbm.replay.source import ARCHIVE_SUFFIX, FrameSource
 
     archive, folder, memory_bytes = arguments
-    keep_beside(lambda: open_source(archive), Path(folder), Maker(NATIVE, NATIVE_STAYS), int(memory_bytes))
+
+    def opened() -> FrameSource:
+        if not any(Path(archive).glob(f"*{ARCHIVE_SUFFIX}")):
+            raise NothingYetError(f"the archive {archive} has nothing yet")
+        return open_source(archive)
+
+    keep_beside(opened, Path(folder), Maker(NATIVE, NATIVE_STAYS), int(memory_bytes))
 
 
 if __name__ == "__main__":

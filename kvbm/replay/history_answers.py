@@ -59,8 +59,8 @@ class HistoryAnswers:
     Raises: SourceError: it is damaged. MissingExtraError.
     """
 
-    def __init__(self, folder: Path, memory_bytes: int) -> None:
-        self.database = HistoryDatabase(folder, memory_bytes)
+    def __init__(self, folder: Path, memory_bytes: int, threads: int | None = None) -> None:
+        self.database = HistoryDatabase(folder, memory_bytes, threads)
         self.manifest = self.database.manifest
         try:
             self._moments = Moments(folder, self.manifest)

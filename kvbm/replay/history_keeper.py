@@ -22,12 +22,16 @@ from kvbm.catalog.history.wire import REPORT, KeeperReport, packed
 from kvbm.core.errors import KvbmError
 from kvbm.replay.history import HistoryWriter, Maker
 from kvbm.replay.history_manifest import HistoryManifest
-from kvbm.replay.source import FrameSource
+from kvbm.replay.source import FrameSource, SourceError
 
 LEAST_PAUSE_S = 2.0
 PAUSE_RATIO = 4.0  # of the time a writing took
 MOST_PAUSE_S = 300.0
 _NICE = 15
+
+
+class NothingYetError(SourceError):
+    """A source has nothing yet: no trouble."""
 
 
 def keep(
@@ -42,8 +46,9 @@ def keep(
     """Have a history go on until `wait` says so.
 
     Args:
-        open_source: the source as it is by now. Raises SourceError: nothing is there yet.
-        on_written: told after each look, also when nothing was new. on_trouble: told why one could not be made.
+        open_source: the source as it is by now. Raises SourceError.
+        on_written: told after each look, also when nothing was new. on_trouble: told why one could not be made; ""
+            where the source has nothing yet.
         wait: waits so many seconds; gives whether to end.
     Raises: SourceError: the folder is of something else, or another process writes it. MissingExtraError.
     """
@@ -52,6 +57,8 @@ def keep(
             begin_s = time.monotonic()
             try:
                 on_written(writer.write(open_source()))
+            except NothingYetError:
+                on_trouble("")
             except KvbmError as error:
                 on_trouble(str(error))
             took_s = time.monotonic() - begin_s

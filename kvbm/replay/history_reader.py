@@ -48,6 +48,8 @@ ARROW = "application/vnd.apache.arrow.stream"
 MOST_ANSWER_BYTES = 64 << 20  # of JSON
 LAGS_S = 60.0
 _PIECE_BYTES = 1 << 20
+_NICE = 5  # the catalog's own answers come first
+_MOST_THREADS = 4
 _AGAIN_S = 0.02  # between two interrupts
 _REST_BYTES = 1 << 30  # that the process takes beside what a question may
 _ANSWERS = frozenset({"overview", "timeline", "block", "changes", "tenants", "instance"})
@@ -61,6 +63,7 @@ def serve(folder: Path, archive: Path | None, memory_bytes: int) -> None:
         archive: that the history is of, to say how far it is behind.
         memory_bytes: for each question.
     """
+    os.nice(_NICE)
     with suppress(ValueError, OSError):  # a smaller limit is set already
         resource.setrlimit(resource.RLIMIT_DATA, (2 * memory_bytes + _REST_BYTES,) * 2)
     out = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -141,7 +144,8 @@ class History:
             )
         if now != self._stamp or self._answers is None:
             self._close()
-            self._answers, self._stamp = HistoryAnswers(self._folder, self._memory_bytes), now
+            threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
+            self._answers, self._stamp = HistoryAnswers(self._folder, self._memory_bytes, threads), now
         return self._answers
 
     def _close(self) -> None:

@@ -115,13 +115,14 @@ class HistoryDatabase:
     Args:
         folder: what `write_history` made.
         memory_bytes: what DuckDB may take for a question; a larger one fails.
+        threads: of DuckDB; None: one a core.
 
     Attributes:
         timeout_s: what a question takes at most, unless it is said with it.
     Raises: SourceError: there is no history, or it is damaged. MissingExtraError.
     """
 
-    def __init__(self, folder: Path, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, folder: Path, memory_bytes: int = MEMORY_BYTES, threads: int | None = None) -> None:
         try:
             import duckdb
         except ImportError:
@@ -152,6 +153,7 @@ class HistoryDatabase:
             for statement in (
                 f"SET memory_limit = '{memory_bytes >> 20}MiB'",
                 "SET temp_directory = ''",
+                *([] if threads is None else [f"SET threads = {threads}"]),
                 *(f"CREATE VIEW {name} AS FROM read_parquet({_listed(paths)})" for name, paths in files.items()),
                 *_VIEWS,
                 f"SET allowed_directories = ['{_quoted(data)}']",
