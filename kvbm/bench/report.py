@@ -97,6 +97,7 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     asof_10m_s: float | None = None
     block_life_s: float | None = None
     changes_5min_s: float | None = None
+    overview_s: float | None = None
     ingest_events_per_s: float | None = None
     http_lookups_per_s: float | None = None
     http_lookup_us_p50: float | None = None

@@ -16,17 +16,17 @@ from kvbm.catalog.index.cluster_index import NewIndex
 from kvbm.core.ages import NewAges
 from kvbm.core.backend import Backend, NewFold
 from kvbm.core.errors import KvbmError
+from kvbm.core.ids import HASH_BYTES
 from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.core.stays import NewStayFold
 from kvbm.files import FILE_MODE
 from kvbm.progress import allow_bars
-from kvbm.replay.cat import cat
+from kvbm.replay.cat import cat, followed
 from kvbm.replay.compare_catalog import AskCatalog, CatalogComparison
 from kvbm.replay.diff import diff
 from kvbm.replay.export import DecodeColumns, export
 from kvbm.replay.findings import ReplayFinding, exit_code
 from kvbm.replay.format import END, parse_at
-from kvbm.replay.history import HistoryManifest
 from kvbm.replay.history_cli import (
     HistoryParts,
     add_arguments,
@@ -36,6 +36,7 @@ from kvbm.replay.history_cli import (
     run_tenants,
     run_why,
 )
+from kvbm.replay.history_manifest import HistoryManifest
 from kvbm.replay.opening import OPEN, open_source
 from kvbm.replay.progress import watched
 from kvbm.replay.serve import MAX_SPEED, OpenStream, serve
@@ -77,7 +78,8 @@ class _Command(NamedTuple):
 _COMMANDS = {
     "cat": _Command(
         "one line an event, as they lie: instance, e<epoch>+<offset>, time, event",
-        "kvbm-replay cat incident.kvbm --instance engine-1 --limit 20\n  kvbm-replay cat /archive --json | jq .event",
+        "kvbm-replay cat incident.kvbm --instance engine-1 --limit 20\n  kvbm-replay cat /archive --json | jq .event\n"
+        "  kvbm-replay cat nats://127.0.0.1:4222 --hash 5cf0eca7 --follow",
     ),
     "stat": _Command(
         "epochs, frames, events, blocks and bytes of each instance",
@@ -230,6 +232,12 @@ def replay_parser(version: str) -> argparse.ArgumentParser:
         )
         _add_common(command, name)
     made["cat"].add_argument("--limit", type=_count, metavar="N", help="stop after N events")
+    made["cat"].add_argument(
+        "--hash", type=_digits, metavar="HASH", help="only events of blocks whose hash begins so: 8 digits or more"
+    )
+    made["cat"].add_argument(
+        "--follow", action="store_true", help="go on with what comes, until it is interrupted or --limit is reached"
+    )
     made["state"].add_argument(
         "--at",
         metavar="TIME|OFFSET",
@@ -420,6 +428,14 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _digits(text: str) -> str:
+    """The beginning of a hash, in lower case; argparse names the option. Raises ArgumentTypeError."""
+    digits = text.lower().removeprefix("0x")
+    if not 8 <= len(digits) <= 2 * HASH_BYTES or digits.strip("0123456789abcdef"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no hash; give 8 to {2 * HASH_BYTES} hexadecimal digits")
+    return digits
+
+
 def _positive(text: str) -> int:
     if not _count(text):
         raise argparse.ArgumentTypeError("0 will not do; give 1 or more")
@@ -454,11 +470,22 @@ def _names(text: str, known: Collection[str]) -> list[str]:
 
 
 def _cat(arguments: argparse.Namespace, parts: Parts) -> int:
-    source = _source(arguments, parts)
-    located = watched(source.read(parts.backend), source)
+    if arguments.follow:
+        located = followed(lambda: _source(arguments, parts), parts.backend)
+    else:
+        source = _source(arguments, parts)
+        located = watched(source.read(parts.backend), source)
     with _opened(arguments.json) as file:
-        out, is_json = file or sys.stdout, file is not None
-        findings, notes = cat(located, out, is_json, parts.backend.decode_frame, arguments.instance, arguments.limit)
+        findings, notes = cat(
+            located,
+            file or sys.stdout,
+            file is not None,
+            parts.backend.decode_frame,
+            arguments.instance,
+            arguments.limit,
+            arguments.hash or "",
+            arguments.follow,
+        )
     return _end(findings, notes)
 
 

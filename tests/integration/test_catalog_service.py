@@ -501,6 +501,10 @@ def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -
         ),
         "/v1/instances/{instance}/snapshot",
         "/v1/instances/{instance}",
+        "/v1/history",
+        *(f"/v1/history/{name}" for name in ("overview", "timeline", "changes", "tenants", "sql")),
+        "/v1/history/block/{hash}",
+        "/v1/history/instances/{instance}",
     }
     operation = described["paths"]["/v1/lookup"]["post"]
     assert set(operation["responses"]) == {"200", "400", "401", "403", "408", "413", "422", "429", "503", "504"}

@@ -35,6 +35,7 @@ from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
 from kvbm.catalog.edge.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.edge.feed_response import FeedResponse
 from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, CountedAnswers, Gate, content_type
+from kvbm.catalog.edge.history import HISTORY_ROUTES, HistoryHandlers
 from kvbm.catalog.edge.metrics import ROWS
 from kvbm.catalog.edge.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.edge.watch_requests import decode_watch
@@ -116,7 +117,7 @@ def create_surface(
     return Surface(app, FastPath(access, limits, answers, api.count_request, metrics.answers), limits)
 
 
-class _Api:
+class _Api(HistoryHandlers):
     """The handlers, one for each path of `_ROUTES`."""
 
     def __init__(
@@ -128,6 +129,7 @@ class _Api:
         metrics: CatalogMetrics,
         answers: PromptAnswers,
     ) -> None:
+        super().__init__(service.past)
         self._service, self._version, self._troubles = service, version, troubles
         self._visible = service.queries.visibility
         self._metrics, self._refusals = metrics, refusals
@@ -255,6 +257,11 @@ class _Api:
                 _caller(request), _one_hash("after", after) if after else b"", int(text)
             )
         )
+
+    async def history_sql(self, request: Request) -> Response:
+        body = await _body(request)
+        self._judge_again(request)
+        return await self.history_of(request, body)
 
     async def status(self, request: Request) -> Response:
         ready = self._readiness(_caller(request))
@@ -444,7 +451,10 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     if error.refused:
         _exchange(request).refused(error.refused)
-    return _json(error.answer, error.status)
+    answer = _json(error.answer, error.status)
+    if error.status == 429:
+        answer.headers["retry-after"] = "1"
+    return answer
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -618,6 +628,7 @@ _ROUTES = (
             "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES},
         },
     ),
+    *(_Route(**route) for route in HISTORY_ROUTES),
     _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
     _Route(
         path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."
@@ -638,7 +649,7 @@ _ERROR_WORDS = {
     422: "The request makes no sense; the error says why.",
     429: "The caller asks too much; `retry-after` says when to ask again.",
     503: "Not ready, nobody to route to, or the stream is away.",
-    504: "`at_least` was not reached in time.",
+    504: "`at_least` was not reached in time, or the question took too long.",
 }
 
 
@@ -681,7 +692,9 @@ def _operation(route: _Route) -> dict[str, Any]:
         content = {"application/json": {"schema": _reference(route.takes), "examples": route.examples}}
         operation["requestBody"] = {"required": True, "content": content}
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
-    kinds = {"instance": {"type": "string"}}
+    kinds: dict[str, dict[str, str]] = {"instance": {"type": "string"}}
+    if route.handler == "history_block":
+        kinds["hash"] = {"type": "string", "pattern": f"^[0-9a-fA-F]{{8,{HEX_DIGITS}}}$"}
     pattern = {"type": "string", "pattern": f"^[0-9a-fA-F]{{{HEX_DIGITS}}}$"}
     parameters = [{"name": name, "in": "path", "required": True, "schema": kinds.get(name, pattern)} for name in names]
     parameters += [
