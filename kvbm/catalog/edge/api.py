@@ -35,7 +35,10 @@ from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
 from kvbm.catalog.edge.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.edge.feed_response import FeedResponse
 from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, Gate, content_type
+from kvbm.catalog.edge.instance_detail import instance_detail
 from kvbm.catalog.edge.metrics import ROWS
+from kvbm.catalog.edge.overview import Overview
+from kvbm.catalog.edge.page import HEADERS, ToPage, page_files
 from kvbm.catalog.edge.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.edge.watch_requests import decode_watch
 from kvbm.catalog.follow.follower import FIRST, not_reached
@@ -65,6 +68,7 @@ from kvbm.core.answers import (
     SnapshotAnswer,
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
+from kvbm.core.overview import InstanceDetail, OverviewAnswer
 from kvbm.core.prompt_batches import CONTENT_TYPE as BATCHES
 from kvbm.core.watch_events import WatchRequest
 from kvbm.streams.base import Position
@@ -107,7 +111,8 @@ def create_surface(
     app = Starlette(
         routes=[route.served_by(api) for route in _ROUTES],
         middleware=[
-            Middleware(Gate, access=access, count=api.count_request, within=lambda judged: Limited(judged, limits))
+            Middleware(ToPage),
+            Middleware(Gate, access=access, count=api.count_request, within=lambda judged: Limited(judged, limits)),
         ],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
     )
@@ -132,6 +137,7 @@ class _Api:
         self._metrics, self._refusals = metrics, refusals
         self._answers = answers
         self._openapi = msgspec.json.encode(openapi(version))
+        self._overview, self._files = Overview(service, version, troubles), page_files()
 
     def count_request(self, caller: str, outcome: str) -> None:
         """See `Gate`."""
@@ -175,6 +181,31 @@ class _Api:
             return caller if outcome == PASSED else None
 
         return FeedResponse(self._service.watches.open(exchange.key, asked, _caller(request), caller_now))
+
+    async def overview(self, request: Request) -> Response:
+        return _encoded(await self._overview.answer(_caller(request)))
+
+    async def overview_feed(self, request: Request) -> Response:
+        def caller_now() -> Caller | None:
+            caller, outcome = _judged_now(request)
+            return caller if outcome == PASSED else None
+
+        return FeedResponse(self._overview.open(_exchange(request).key, _caller(request), caller_now))
+
+    async def instance_detail(self, request: Request) -> Response:
+        return _json(instance_detail(self._service, InstanceId(request.path_params["instance"])))
+
+    async def to_page(self, request: Request) -> Response:
+        return Response(status_code=307, headers={"location": "ui/", "vary": "accept"})
+
+    async def page(self, request: Request) -> Response:
+        found = self._files.get(request.path_params["file"])
+        if found is None:
+            raise HTTPException(404, "the page has no such file")
+        headers = {**HEADERS, "etag": found.tag}
+        if request.headers.get("if-none-match") == found.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(found.body, headers=headers, media_type=found.media_type)
 
     async def checkpoint(self, request: Request) -> Response:
         if not _caller(request).sees_all:  # it has all tenants' blocks
@@ -476,7 +507,9 @@ class _Route(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def methods(self) -> list[str]:
         """Those it answers; HEAD, with which some look whether a server is there, but for what is long."""
-        return ["GET", "HEAD"] if self.method == "GET" and self.media_type != CHECKPOINT else [self.method]
+        return (
+            ["GET", "HEAD"] if self.method == "GET" and self.media_type not in (CHECKPOINT, EVENTS) else [self.method]
+        )
 
     def served_by(self, api: _Api) -> Route:
         """The route of the web library, which leads to the handler."""
@@ -558,6 +591,26 @@ _ROUTES = (
         },
     ),
     _Route(
+        path="/v1/overview",
+        handler="overview",
+        gives=OverviewAnswer,
+        summary="All instances in columns, and what there is beside, as the page shows it; no older than a second.",
+    ),
+    _Route(
+        path="/v1/overview/feed",
+        handler="overview_feed",
+        media_type=EVENTS,
+        errors=(503,),
+        summary="The same as server-sent events: a whole one, then at most once a second what has changed.",
+    ),
+    _Route(
+        path="/v1/overview/instances/{instance}",
+        handler="instance_detail",
+        gives=InstanceDetail,
+        errors=(404,),
+        summary="What an instance's last heartbeat tells beside what /v1/instances has. For operators.",
+    ),
+    _Route(
         path="/v1/blocks/{namespace}/{hash}",
         handler="block",
         gives=BlockAnswer,
@@ -616,6 +669,8 @@ _ROUTES = (
         path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."
     ),
     _Route(path="/metrics", handler="metrics", summary="Prometheus metrics.", media_type="text/plain"),
+    _Route(path="/ui", handler="to_page", summary="Where the page is.", media_type="text/html"),
+    _Route(path="/ui/{file:path}", handler="page", summary="The page's files.", media_type="text/html", errors=(404,)),
     _Route(path="/openapi.json", handler="openapi", summary="This description."),
     _Route(path="/", handler="status", summary="What this is."),
 )
@@ -663,7 +718,7 @@ def _operation(route: _Route) -> dict[str, Any]:
     }
     if route.handler == "readyz":
         responses["503"] = responses["200"] | {"description": "Not ready; `reason` says why."}
-    asks_who = () if route.handler in ("healthz", "readyz") else (401, 403)
+    asks_who = () if route.handler in ("healthz", "readyz", "to_page", "page") else (401, 403)
     for status in (*asks_who, *route.errors):
         content = {"application/json": {"schema": _reference(ErrorAnswer)}}
         responses[str(status)] = {"description": _ERROR_WORDS[status], "content": content}
