@@ -6,7 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
+import urllib3
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
 from kvbm.catalog.edge.server import CatalogThread
@@ -38,6 +40,14 @@ def hashes_of(prompt: int, blocks: int, space: Namespace = SPACE) -> bytes:
     return sequence_hashes(tokens_of(prompt, blocks), BLOCK_TOKENS, root)
 
 
+def overview_of(url: str, token: str = "") -> Any:
+    """What /v1/overview answers."""
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    answer = urllib3.request("GET", f"{url}/v1/overview", headers=headers, retries=False, timeout=WAIT_S)
+    assert answer.status == 200, answer.data
+    return msgspec.json.decode(answer.data)
+
+
 class Engine(NamedTuple):
     """One instance, and what an engine does with it."""
 
@@ -63,6 +73,7 @@ class WebSite:
 
     def __init__(self, folder: Path, opened: ExitStack, **more: Any) -> None:
         self.folder, self._opened = folder, opened
+        self.engines: dict[str, Engine] = {}
         self.server = EmbeddedServer.start(folder / "nats", timeout_s=WAIT_S)
         opened.callback(self.server.stop)
         self.settings: dict[str, Any] = {
@@ -114,7 +125,19 @@ class WebSite:
         )
         manager = open_manager(settings, [SPACE, OTHER], BLOCK_BYTES)
         self._opened.callback(manager.close)
-        return Engine(manager)
+        self.engines[name] = Engine(manager)
+        return self.engines[name]
+
+    def wait_for(self, instances: int, token: str = "") -> None:
+        """Until so many are live and whole, and all is read that they have decided."""
+
+        def are_whole() -> bool:
+            told = overview_of(self.url, token)
+            return bool(
+                told["states"].get("live") == instances and not told["suspect"] and not sum(told["rows"]["unread"])
+            )
+
+        eventually(are_whole, f"not {instances} instances are live and whole")
 
     def _start(self) -> CatalogThread:
         return CatalogThread(ServiceSettings(**self.settings), NATIVE, NATIVE_INDEX).start()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
@@ -155,12 +156,13 @@ def _steps_ms(window: Chrome, steps: int) -> list[float]:
             "return document.documentElement.dataset.asked",
             part,
         )
-        _until(
-            lambda asked=asked: window.execute_script("return document.documentElement.dataset.shown") == asked,
-            "the slider's step is not shown",
-        )
+        _until(partial(_is_shown, window, asked), "the slider's step is not shown")
         found.append(float(window.execute_script("return document.documentElement.dataset.stepMs")))
     return found[1:]
+
+
+def _is_shown(window: Chrome, moment: str) -> bool:
+    return bool(window.execute_script("return document.documentElement.dataset.shown") == moment)
 
 
 def _history(client: CatalogClient, until: str, block: bytes, samples: int) -> dict[str, tuple[str, list[float]]]:

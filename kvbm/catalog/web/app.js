@@ -13,6 +13,7 @@ import { Tenants } from "./views/tenants.js";
 const VIEWS = [["overview", "Overview", Overview], ["block", "Blocks", Block], ["tenants", "Tenants", Tenants], ["routes", "Routes", Routes], ["instance", null, Instance]];
 const KEYS = [["1 2 3 4", "overview, blocks, tenants, routes"], ["/", "to the filter, or the field to paste into"], ["↑ ↓ PgUp PgDn Home End", "walk a table that has the focus"], ["Enter", "open the row"], ["Esc", "back to the overview; out of a field; close this"], ["[ ]", "a step back in time, a step on"], ["l", "back to now"], ["s", "to the time slider; ← → move it by a second"], ["t", "theme: as the system, light, dark"], ["?", "this"]];
 const THEME = "kvbm.theme";
+const HIDDEN_MS = 60000;
 const WAIT_MS = [500, 1000, 2000, 4000, 8000];
 
 const $ = (id) => document.getElementById(id);
@@ -113,7 +114,8 @@ class App {
 
   async follow() {
     for (;;) {
-      const stop = new AbortController();
+      await this.inSight();
+      const stop = new AbortController(), watch = this.whenHidden(() => { this.hid = true; stop.abort(); });
       try {
         await feed("v1/overview/feed", (kind, data) => {
           if (kind === "ended") { this.ended = data; stop.abort(); return; }
@@ -122,17 +124,37 @@ class App {
           if (!this.live.take(data)) { stop.abort(); return; }
           this.onLive();
         }, stop.signal);
+        if (this.hid) { this.hid = false; continue; }
         this.lost(this.ended && !this.ended.may_return ? new AskError(401, "ended", this.ended.why, "") : new AskError(0, "ended", "the feed has ended", ""));
       } catch (error) {
         if (!(error instanceof AskError)) throw error;
         this.lost(error);
         if (error.status === 401) await this.login(hasToken() ? "The catalog does not know this token, or no longer." : "");
         else if (error.status === 403) await this.login(`${error.message}.`);
+      } finally {
+        watch();
       }
       this.ended = null;
       await new Promise((resolve) => { setTimeout(resolve, WAIT_MS[Math.min(this.tries, WAIT_MS.length - 1)] * (0.75 + Math.random() / 2)); });
       this.tries += 1;
     }
+  }
+
+  // A page that nobody sees asks for nothing after a while: browsers keep few connections to one server.
+  inSight() {
+    if (!document.hidden) return null;
+    return new Promise((resolve) => {
+      const look = () => { if (!document.hidden) { document.removeEventListener("visibilitychange", look); resolve(); } };
+      document.addEventListener("visibilitychange", look);
+    });
+  }
+
+  whenHidden(work) {
+    let timer = 0;
+    const look = () => { clearTimeout(timer); if (document.hidden) timer = setTimeout(work, HIDDEN_MS); };
+    document.addEventListener("visibilitychange", look);
+    look();
+    return () => { clearTimeout(timer); document.removeEventListener("visibilitychange", look); };
   }
 
   onLive() {

@@ -3,6 +3,7 @@
 import { AskError, ask } from "./api.js";
 import { h } from "./dom.js";
 
+const AGAIN_MS = 2000;
 const HASH = /^[0-9a-fA-F]{32}$/;
 
 // {hashes} or {tokens}, or {error}: what is wrong, in a sentence.
@@ -48,7 +49,9 @@ export class PromptForm {
   }
 
   async fill() {
+    clearTimeout(this.again);
     const found = await namespaces(), chosen = this.space.value;
+    if (!found.length) this.again = setTimeout(() => { if (this.node.isConnected) this.fill(); }, AGAIN_MS); // none is named yet, or the catalog is away
     while (this.space.options.length > 1) this.space.remove(1);
     for (const one of found) this.space.append(h("option", { value: one.id }, `${nameOf(one.fields)} (${one.id.slice(0, 8)})`));
     if (this.wanted && !found.some((one) => one.id === this.wanted)) this.space.append(h("option", { value: this.wanted }, this.wanted));

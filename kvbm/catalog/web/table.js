@@ -177,7 +177,6 @@ export function paintBar(cell, part, text, title) {
   const [bar, of] = cell.children, inner = bar.firstElementChild;
   const width = part === null ? "0%" : `${Math.min(100, 100 * part).toFixed(1)}%`;
   if (inner.style.width !== width) inner.style.width = width;
-  setClass(inner, part !== null && part > 0.97 ? "full" : "");
   setClass(bar, part === null ? "bar none" : "bar");
   setText(of, text);
   if (cell.title !== title) cell.title = title;

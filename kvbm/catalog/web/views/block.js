@@ -22,8 +22,8 @@ export class Block {
   }
 
   show(params) {
+    this.form.fill();
     if (params.hash) { this.form.text.value = params.hash; this.form.choose(params.ns || ""); this.take({ ...(params.hash.length === 32 ? { hashes: [params.hash] } : { prefix: params.hash }) }, params.ns || ""); }
-    else setTimeout(() => { if (this.app.view === this && document.activeElement === document.body) this.form.text.focus(); });
   }
 
   leave() { this.asking.drop(); }

@@ -44,8 +44,9 @@ export class Instance {
     const seesAll = this.app.live.head && this.app.live.head.catalog.sees_all;
     const or = async (work) => { try { return await work; } catch (error) { if (error instanceof AskError) return null; throw error; } };
     this.asking.ask(async () => {
-      const [page, detail, past, changes] = await Promise.all([
-        ask(question("v1/instances", { name: this.name })), seesAll ? or(ask(`v1/overview/instances/${name}`)) : null,
+      const page = await ask(question("v1/instances", { name: this.name }));
+      const [detail, past, changes] = await Promise.all([
+        seesAll && page.instances.length && page.instances[0].heartbeat_age_s !== null ? or(ask(`v1/overview/instances/${name}`)) : null,
         kept ? or(ask(`v1/history/instances/${name}`)) : null,
         kept && this.app.time.until ? or(ask(question("v1/history/changes", { from: iso(Math.max(this.app.time.from, this.app.time.until - CHANGES_MS)), instance: this.name }))) : null]);
       return { one: page.instances[0], detail, past, changes, seesAll, at };

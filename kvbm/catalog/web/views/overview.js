@@ -43,8 +43,8 @@ export class Overview {
       { key: "running", label: "Running", title: "Requests that run", width: "64px", num: true, value: (row) => row.running, text: (row) => count(row.running) },
       { key: "unread", label: "Unread ev", title: "Events that it has decided and that the catalog has not read", width: "76px", num: true, value: (row) => row.unread, text: (row) => count(row.unread) },
       { key: "epoch", label: "Epoch", width: "56px", num: true, value: (row) => row.epoch, text: (row) => count(row.epoch) },
-      { key: "place", label: "Place", title: "Topology, outermost first", width: "minmax(90px, .8fr)", value: (row) => row.place, text: (row) => row.place || "–" },
-      { key: "note", label: "Why left out, trouble, suspicion", width: "minmax(140px, 1.8fr)", value: (row) => note(row, 0), text: (row) => note(row, nowMs()) },
+      { key: "place", label: "Place", title: "Topology, outermost first", width: "minmax(130px, 1.1fr)", value: (row) => row.place, text: (row) => row.place || "–" },
+      { key: "note", label: "Why left out, trouble, suspicion", width: "minmax(140px, 1.5fr)", value: (row) => note(row, 0), text: (row) => note(row, nowMs()) },
     ], { name: "Instances", open: (row) => app.go(`instance/${encodeURIComponent(row.instance)}`), sort: "instance", empty: "No instance is known.", mark: (row) => (row.excluded || row.state === "stopped" || row.state === "ended" ? "off" : ""), counted: (shown, all) => setText(this.counted, shown === all ? `${count(all)} instances` : `${count(shown)} of ${count(all)} instances`) });
     this.detail = h("div", { class: "cols" },
       h("section", { class: "panel", "aria-label": "Tiers" }, h("h2", null, "Tiers"), this.tiers, h("h2", { class: "sub" }, "Ages at hit and at eviction"), this.ages),
@@ -104,7 +104,7 @@ export class Overview {
     const queued = seen.rows.reduce((sum, row) => sum + (row.excluded ? 0 : row.queued || 0), 0), running = seen.rows.reduce((sum, row) => sum + (row.excluded ? 0 : row.running || 0), 0);
     const ev = head.events, lag = catalog.lag_messages;
     replace(this.tiles,
-      this.tile("Instances live", `${count(live)} / ${count(all)}`, [...Object.entries(states)].filter(([name]) => name !== "live").map(([name, n]) => `${count(n)} ${name}`).join(", ") || "all are heard", live < all ? "" : "good"),
+      this.tile("Instances live", count(live), live === all ? `of ${count(all)}: all are heard` : `of ${count(all)}: ${Object.entries(states).filter(([name]) => name !== "live").map(([name, n]) => `${count(n)} ${name}`).join(", ")}`, live < all ? "" : "good"),
       this.tile("Left out", count(out), Object.entries(head.excluded).map(([why, n]) => `${count(n)} ${why}`).join(", ") || "nobody", out ? "bad" : ""),
       this.tile("Suspect", count(head.suspect), head.suspect ? "may hold more or less than told" : "all are whole", head.suspect ? "warn" : ""),
       this.tile("Blocks held", short(blocks), `in HBM, HOST, NVMe`),
@@ -114,7 +114,8 @@ export class Overview {
       this.tile("Event lag", lag === null ? "not known" : `${short(lag)} msg`, lag ? seconds(catalog.lag_s) : lag === null ? "the stream does not say" : "read to its end", lag === null ? "bad" : lag > 1000 ? "warn" : ""),
       this.tile("Gaps", count(ev.gaps), `${count(ev.gaps_repaired)} repaired`, ev.gaps > ev.gaps_repaired ? "warn" : ""));
     replace(this.tiers, this.tierTable(tiers, head.pools, head.ages, head.bounds_s));
-    replace(this.ages, head.ages.map((one) => h("div", null, h("h3", null, one.tier, " ", h("span", { class: "legend" }, one.hits.length ? h("span", null, h("i", { class: "key hit" }), "hits") : null, h("span", null, h("i", { class: "key evict" }), "evicted"))), histogram(one, head.bounds_s))));
+    const told = head.ages.some((one) => [...one.hits, ...one.evicted].some(Boolean));
+    replace(this.ages, !told ? h("p", { class: "dim" }, "Nothing was wanted again or evicted yet.") : head.ages.map((one) => h("div", null, h("h3", null, one.tier, " ", h("span", { class: "legend" }, one.hits.length ? h("span", null, h("i", { class: "key hit" }), "hits") : null, h("span", null, h("i", { class: "key evict" }), "evicted"))), histogram(one, head.bounds_s))));
     const rates = seen.samples.slice(1).map((one, at) => Math.max(0, (1000 * (one.events - seen.samples[at].events)) / Math.max(1, one.at - seen.samples[at].at)));
     replace(this.stream, spark(rates, "Events a second"), h("dl", { class: "facts nums" },
       h("dt", null, "Events a second"), h("dd", null, rates.length ? short(rates[rates.length - 1]) : "–"),
@@ -139,7 +140,7 @@ export class Overview {
     const blocks = seen.tiers.reduce((sum, one) => sum + one.blocks, 0), held = seen.tiers.reduce((sum, one) => sum + one.bytes, 0), room = seen.tiers.reduce((sum, one) => sum + one.capacity_bytes, 0);
     this.detail.hidden = false;
     replace(this.tiles,
-      this.tile("Instances running", `${count(seen.states.running || 0)} / ${count(seen.rows.length)}`, Object.entries(seen.states).filter(([name]) => name !== "running").map(([name, n]) => `${count(n)} ${name}`).join(", ") || "all that had begun"),
+      this.tile("Instances running", count(seen.states.running || 0), `of ${count(seen.rows.length)}: ${Object.entries(seen.states).filter(([name]) => name !== "running").map(([name, n]) => `${count(n)} ${name}`).join(", ") || "all that had begun"}`),
       this.tile("Blocks held", short(blocks), `in HBM, HOST, NVMe`),
       this.tile("Bytes held", bytes(held), room ? `${percent(share(held, room))} of ${bytes(room)}` : ""),
       this.tile("Holes", count(seen.holes.length), seen.holes.length ? "events are missing here" : "the archive is whole here", seen.holes.length ? "bad" : "good"));
