@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,14 @@ def started(running: Running, name: str, blocks: int) -> Instance:
     return instance
 
 
-def looked(url: str, wanted: Any, token: str = "") -> Any:
-    return eventually(lambda: (answer := overview_of(url, token)) if wanted(overview_of(url, token)) else None, "never")
+def looked(url: str, is_wanted: Callable[[Any], bool], token: str = "") -> Any:
+    """The overview, once it is as wanted."""
+
+    def found() -> Any:
+        answer = overview_of(url, token)
+        return answer if is_wanted(answer) else None
+
+    return eventually(found, "the overview is another")
 
 
 def test_columns_say_of_each_instance_what_is_known(running: Running) -> None:

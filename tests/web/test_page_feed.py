@@ -11,7 +11,7 @@ def test_it_says_who_is_left_out_and_why(page: Browser, site: WebSite) -> None:
     page.reads("3 instances")
     site.engines["gpu-c"].manager.close()
     page.reads("1 stopped – stopped cleanly: gpu-c")
-    page.reads("2 live")
+    page.reads("Instances live 2 of 3: 1 stopped")
     page.find("main .chip:nth-of-type(2)").click()
     page.reads("1 of 3 instances")
     assert [row[0] for row in page.rows("Instances")] == ["gpu-c"]
@@ -26,5 +26,5 @@ def test_it_goes_on_by_itself_when_the_catalog_is_back(window: Browser, site: We
     eventually(lambda: overview_of(site.url)["run"] != before, "the catalog is not another")
     window.until(lambda: window.text("#link").endswith("live"), "the page has not come back")
     site.engines["gpu-a"].compute(700, 9)
-    window.until(lambda: window.rows("Instances")[0][2] == "13.5 %", "what is new does not show")
+    window.until(lambda: window.rows("Instances")[0][2] == "19.8 %", "what is new does not show")
     assert [one for one in window.said() if "Failed to load resource" not in one] == []
