@@ -44,6 +44,11 @@ def catalog_main(argv: Sequence[str] | None = None) -> int:
     serve.add_argument(
         "--archive", metavar="DIR", help="as catalog.archive: keep all frames as files there, for kvbm-replay"
     )
+    serve.add_argument(
+        "--history",
+        metavar="DIR",
+        help="as catalog.history: keep a history of the archive there, to be asked below /v1/history",
+    )
     add_settings(serve)
     add_questions(commands)
     gc = add_command(
@@ -266,6 +271,8 @@ def _serve_catalog(arguments: argparse.Namespace) -> int:
 
     if arguments.archive is not None:
         arguments.sets.append(f"catalog.archive={arguments.archive}")
+    if arguments.history is not None:
+        arguments.sets.append(f"catalog.history={arguments.history}")
     return run_catalog(settings_of(arguments), catalog_companion)
 
 

@@ -31,6 +31,7 @@ def run_catalog(
 
     Raises: ConfigError, StreamError, CatalogError, MissingExtraError: what does not answer, and what to do.
     """
+    from kvbm.assembly.history import history_options
     from kvbm.catalog.access.callers import AccessOptions
     from kvbm.catalog.edge.server import run
     from kvbm.catalog.service import ServiceSettings
@@ -59,6 +60,7 @@ def run_catalog(
             checkpoints=settings.catalog.checkpoints or str(Path(settings.instance.data_dir) / "catalog-checkpoints"),
             checkpoint_every_s=settings.catalog.checkpoint_every_s,
             archive=settings.catalog.archive,
+            history=history_options(settings),
             access=AccessOptions(
                 file=settings.catalog.access,
                 open=settings.catalog.open,

@@ -31,6 +31,7 @@ from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.follow.snapshots import ASK_AGAIN_S, SnapshotRequests
 from kvbm.catalog.follow.sql_writer import CLAIMS_EVERY_S, Numbering, SqlWriter, WriterOptions, numbering
 from kvbm.catalog.follow.upkeep import IndexUpkeep
+from kvbm.catalog.history.past import HistoryOptions, PastAnswers
 from kvbm.catalog.index.change_log import ChangeLog, RecordedIndex
 from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex
 from kvbm.catalog.members.downtime import FORGET_S
@@ -77,6 +78,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
             partial.
         checkpoints: folder of the index's checkpoints; "" writes none.
         archive: folder where all frames are kept; "" keeps none.
+        history: what keeps a history of the archive going; None keeps none.
         ask_again_s: between two requests to a suspect instance for a snapshot.
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
         access: who may ask, and how the catalog knows.
@@ -107,6 +109,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: str = ""
     checkpoint_every_s: float = 60.0
     archive: str = ""
+    history: HistoryOptions | None = None
     ask_again_s: float = ASK_AGAIN_S
     whole_wait_s: float = 10.0
     access: AccessOptions = AccessOptions()
@@ -139,6 +142,7 @@ class CatalogService:
         forgetting: forgets who is gone for long.
         queries: what it answers. changes, watches: what has changed lately, and who is told. secrets: of tenants, for
             lookups by tokens.
+        past: answers questions about the past; None where no history is kept.
         begun_after: where reading has begun.
         tasks: those that run until it is closed.
     """
@@ -245,6 +249,9 @@ class CatalogService:
         self.archive: Archive | None = None
         if settings.archive:
             self.archive = Archive(Path(settings.archive), stream, settings.cluster, self.degraded, settings.parts)
+        self.past: PastAnswers | None = None
+        if settings.history is not None:
+            self.past = PastAnswers(settings.history, settings.limits, self.degraded)
         self._is_closing = False
 
     @classmethod
@@ -306,6 +313,8 @@ class CatalogService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.past is not None:
+            await self.past.close()
         self.follower.close()
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
@@ -382,6 +391,8 @@ class CatalogService:
         if self.archive is not None:
             self._spawn("archive", self.archive.keep_frames(), is_vital=False)
             self._spawn("samples", self.archive.keep_samples(), is_vital=False)
+        if self.past is not None:
+            self._spawn("history", self.past.keeper.run(), is_vital=False)
         for name, companion in self.settings.companions:
             self._spawn(name, companion(self), is_vital=False)
 

@@ -364,6 +364,11 @@ class LimitSettings(SettingsGroup, frozen=True):
         watch_bytes: of recent changes, from which feeds go on; who is further behind is told what it has missed.
         loop_share: of the time that the catalog has for answers, one caller may have this part while others ask; 1: all
             of it.
+        history_processes: that answer questions to the history, one at a time each. history_waiting: questions that
+            wait for one.
+        history_s: a question to the history takes no longer. history_rows: rows of its answer in JSON.
+        history_bytes: memory of a question. history_keeper_bytes: of the process that keeps the history going; it needs
+            about 300 bytes for each block that is held.
     """
 
     sockets: Annotated[int, Meta(ge=16)] = 1024
@@ -382,6 +387,12 @@ class LimitSettings(SettingsGroup, frozen=True):
     watches_per_caller: Count = 128
     watch_bytes: Annotated[int, Meta(ge=1 << 16)] = 16 << 20
     loop_share: Annotated[float, Meta(ge=0.01, le=1)] = 0.5
+    history_processes: Annotated[int, Meta(ge=1, le=64)] = 2
+    history_waiting: Annotated[int, Meta(ge=0, le=10_000)] = 32
+    history_s: Annotated[float, Meta(ge=0.1, le=3600)] = 30.0
+    history_rows: Count = 100_000
+    history_bytes: Annotated[int, Meta(ge=64 << 20)] = 512 << 20
+    history_keeper_bytes: Annotated[int, Meta(ge=512 << 20)] = 4 << 30
 
 
 class TenantSettings(SettingsGroup, frozen=True):
@@ -423,6 +434,8 @@ class CatalogSettings(SettingsGroup, frozen=True):
         checkpoints: folder of the index's checkpoints; "" is one in the data folder.
         checkpoint_every_s: between two checkpoints; one is written at a clean stop too.
         archive: folder where all frames are kept as files for kvbm-replay; "" keeps none.
+        history: folder where a history of the archive is kept, so that the past can be asked below /v1/history; takes
+            `archive` and the extra sql. "" keeps none.
         access: file that says who may ask, written by `kvbm-catalog token`; without one everybody who reaches the port
             is an operator, so the catalog then listens on the loopback alone, unless `open`.
         open: listen beyond the loopback without `access`.
@@ -445,6 +458,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
     checkpoints: str = ""
     checkpoint_every_s: Seconds = 60.0
     archive: str = ""
+    history: str = ""
     routing: RoutingSettings = RoutingSettings()
     limits: LimitSettings = LimitSettings()
     tenant_secrets: dict[str, str] = {}

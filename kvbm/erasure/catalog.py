@@ -191,6 +191,7 @@ class CatalogErasures:
             *names,
             *["checkpoints"][: self._service.checkpointer is not None],
             *["archive"][: self._service.archive is not None],
+            *["history"][: self._service.past is not None],
         ]
 
     async def _meant(self, matcher: Matcher) -> set[NamespaceId]:
@@ -259,6 +260,9 @@ class CatalogErasures:
                 partial(rewrite_frames, meant=gone), partial(rewrite_samples, meant=gone)
             )
             places.append(ErasedPlace(name="archive", erased=f"{taken_out} frames and samples"))
+        if service.past is not None:
+            await service.past.erase()
+            places.append(ErasedPlace(name="history", erased="all of it; it is made anew of the archive"))
         if service.checkpointer is not None:
             if not await service.checkpointer.write_alone():
                 raise CatalogError(f"no new checkpoint: {service.degraded}")

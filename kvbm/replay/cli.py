@@ -25,7 +25,6 @@ from kvbm.replay.diff import diff
 from kvbm.replay.export import DecodeColumns, export
 from kvbm.replay.findings import ReplayFinding, exit_code
 from kvbm.replay.format import END, parse_at
-from kvbm.replay.history import HistoryManifest
 from kvbm.replay.history_cli import (
     HistoryParts,
     add_arguments,
@@ -35,6 +34,7 @@ from kvbm.replay.history_cli import (
     run_tenants,
     run_why,
 )
+from kvbm.replay.history_manifest import HistoryManifest
 from kvbm.replay.opening import OPEN, open_source
 from kvbm.replay.progress import watched
 from kvbm.replay.serve import MAX_SPEED, OpenStream, serve

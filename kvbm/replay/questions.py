@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -211,20 +211,15 @@ def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> B
     digits = digits.lower().removeprefix("0x")
     if not re.fullmatch(f"[0-9a-f]{{{_LEAST_DIGITS},{2 * HASH_BYTES}}}", digits):
         raise SourceError(f"{digits!r} is no hash: give {_LEAST_DIGITS} to {2 * HASH_BYTES} hexadecimal digits")
-    one, values = _only(instance)
-    blocks = history.ask(f"SELECT DISTINCT block, namespace FROM block_life(?) WHERE true {one}", [digits, *values])
-    found = sorted(blocks.rows)
+    found = block_lives(history, digits, _MOST_BLOCKS, instance)
     if not found:
         raise SourceError(f"no event in {history.manifest.source} names a block that begins with {digits}")
     if len(found) > _MOST_BLOCKS:
-        raise SourceError(f"{len(found):,} blocks begin with {digits}; give more digits")
-    fields = {row[0]: row[1:] for row in history.ask("SELECT namespace, model, tenant FROM namespaces").rows}
+        raise SourceError(f"more than {_MOST_BLOCKS} blocks begin with {digits}; give more digits")
+    one, values = _only(instance)
     lives = BlockLives(source=history.manifest.source, until=history.manifest.until)
-    for block, namespace in found:
-        model, tenant = fields.get(namespace, (None, None))
-        life = BlockLife(block=block, namespace=namespace, model=model, tenant=tenant)
-        events = f"SELECT {', '.join(_COLUMNS)} FROM block_life(?) WHERE namespace = ? {one}"
-        life.events = _events(history.ask(events, [block, namespace, *values]).rows)
+    for life in found:
+        block, namespace = life.block, life.namespace
         held = f"SELECT instance, stream, tier, began FROM residencies WHERE block = ? AND namespace = ? {one}"
         life.held = [
             HeldPlace(instance=row[0], stream=row[1], tier=row[2], since=_iso(row[3]) or "")
@@ -232,6 +227,27 @@ def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> B
         ]
         life.unknown = _holes(history, sorted({one.instance for one in life.events}))
         lives.blocks.append(life)
+    return lives
+
+
+def block_lives(history: HistoryDatabase, digits: str, most: int, instance: str | None = None) -> list[BlockLife]:
+    """The blocks whose hash begins so, with their events and nothing else; of more than `most` no events.
+
+    Raises: SourceError.
+    """
+    one, values = _only(instance)
+    blocks = history.ask(
+        f"SELECT DISTINCT block, namespace FROM block_life(?) WHERE true {one} LIMIT {most + 1}", [digits, *values]
+    )
+    fields = {row[0]: row[1:] for row in history.ask("SELECT namespace, model, tenant FROM namespaces").rows}
+    lives = []
+    for block, namespace in sorted(blocks.rows):
+        model, tenant = fields.get(namespace, (None, None))
+        lives.append(BlockLife(block=block, namespace=namespace, model=model, tenant=tenant))
+    if len(lives) <= most:
+        events = f"SELECT {', '.join(_COLUMNS)} FROM block_life(?) WHERE namespace = ? {one}"
+        for life in lives:
+            life.events = _events(history.ask(events, [life.block, life.namespace, *values]).rows)
     return lives
 
 
@@ -341,21 +357,43 @@ def _named(instance: str, stream: str) -> str:
     return f"{instance} ({stream})" if stream else instance
 
 
+class HoleRow(NamedTuple):
+    """A row of `holes`."""
+
+    instance: str
+    stream: str
+    epoch: int
+    first_offset: int
+    next_offset: int
+    since: datetime | None
+    until: datetime
+
+
+def hole_rows(history: HistoryDatabase) -> list[HoleRow]:
+    """All holes, by their ends. Raises SourceError."""
+    rows = history.ask(
+        'SELECT instance, stream, epoch, first_offset, next_offset, since, "until" FROM holes ORDER BY "until", 1'
+    ).rows
+    return [HoleRow(*row) for row in rows]
+
+
 def _holes(
     history: HistoryDatabase,
     instances: list[str] | None,
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> list[Unknown]:
-    rows = history.ask(
-        'SELECT instance, since, "until", next_offset - first_offset FROM holes ORDER BY "until", 1'
-    ).rows
     return [
-        Unknown(instance=row[0], since=_iso(row[1]), until=_iso(row[2]), events=row[3])
-        for row in rows
-        if (instances is None or row[0] in instances)
-        and (since is None or row[2] >= since)
-        and (until is None or row[1] is None or row[1] < until)
+        Unknown(
+            instance=row.instance,
+            since=_iso(row.since),
+            until=_iso(row.until),
+            events=row.next_offset - row.first_offset,
+        )
+        for row in hole_rows(history)
+        if (instances is None or row.instance in instances)
+        and (since is None or row.until >= since)
+        and (until is None or row.since is None or row.since < until)
     ]
 
 

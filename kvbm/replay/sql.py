@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from kvbm.core.errors import MissingExtraError
-from kvbm.replay.history import RESIDENCIES, read_manifest
+from kvbm.replay.history_manifest import HistoryFile, check_files, read_manifest
 from kvbm.replay.source import SourceError
 
 MEMORY_BYTES = 1 << 30
@@ -31,7 +31,6 @@ MOST_ROWS = 100_000
 _BATCH_ROWS = 10_000
 _SPECIAL = "[*?"  # in a path that DuckDB is given they stand for other files
 _Result = TypeVar("_Result")
-_FILES = ("instances", "namespaces", "holes")
 _WHO = "instance, stream, life, epoch"
 _VIEWS = (
     # a stay has two events, its begin and its end; what moved begins and ends in one
@@ -84,6 +83,18 @@ _VIEWS = (
 )
 
 
+class SlowQuestionError(SourceError):
+    """A question took longer than it may."""
+
+
+class LargeQuestionError(SourceError):
+    """A question takes more memory than it may, or has too many rows."""
+
+
+class DamagedHistoryError(SourceError):
+    """A file of the history is not there, or no good."""
+
+
 class SqlAnswer(NamedTuple):
     """What a question gave.
 
@@ -104,6 +115,9 @@ class HistoryDatabase:
     Args:
         folder: what `write_history` made.
         memory_bytes: what DuckDB may take for a question; a larger one fails.
+
+    Attributes:
+        timeout_s: what a question takes at most, unless it is said with it.
     Raises: SourceError: there is no history, or it is damaged. MissingExtraError.
     """
 
@@ -120,8 +134,20 @@ class HistoryDatabase:
             raise SourceError(
                 f"{data}: DuckDB reads no folder that has one of {_SPECIAL} in its path; give it another name"
             )
-        files = {name: [data / f"{name}.parquet"] for name in _FILES}
-        files["history"] = sorted(data.glob(f"{RESIDENCIES}-*.parquet"))
+        try:
+            check_files(folder, self.manifest)
+        except SourceError as error:
+            raise DamagedHistoryError(str(error)) from None
+        tail = self.manifest.tail
+        told: dict[str, Sequence[HistoryFile | None]] = {
+            "instances": [tail.instances],
+            "namespaces": [tail.namespaces],
+            "holes": [tail.holes],
+            "history": [*(file for run in self.manifest.runs for file in run.stays), *tail.stays],
+        }
+        files = {name: [data / one.name for one in found if one is not None] for name, found in told.items()}
+        self._data = data
+        self.timeout_s = TIMEOUT_S
         try:
             for statement in (
                 f"SET memory_limit = '{memory_bytes >> 20}MiB'",
@@ -136,9 +162,9 @@ class HistoryDatabase:
         except duckdb.Error as error:
             self.close()
             why = str(error).strip().splitlines()[0]
-            raise SourceError(f"{folder} cannot be read ({why}); make the history anew") from None
+            raise DamagedHistoryError(f"{folder} cannot be read ({why}); make the history anew") from None
 
-    def ask(self, question: str, values: Sequence[object] = (), timeout_s: float = TIMEOUT_S) -> SqlAnswer:
+    def ask(self, question: str, values: Sequence[object] = (), timeout_s: float | None = None) -> SqlAnswer:
         """The rows of a question, MOST_ROWS at most.
 
         Args:
@@ -150,13 +176,15 @@ class HistoryDatabase:
             asked = self._connection.execute(question, list(values))
             rows = asked.fetchmany(MOST_ROWS + 1)
             if len(rows) > MOST_ROWS:
-                raise SourceError(f"the answer has more than {MOST_ROWS:,} rows; add LIMIT, or take --csv or --arrow")
+                raise LargeQuestionError(
+                    f"the answer has more than {MOST_ROWS:,} rows; add LIMIT, or take --csv or --arrow"
+                )
             return SqlAnswer([column[0] for column in asked.description or ()], rows)
 
         return self._within(question, answer, timeout_s)
 
     def batches(
-        self, question: str, take: Callable[[list[str], list[tuple[Any, ...]]], object], timeout_s: float = TIMEOUT_S
+        self, question: str, take: Callable[[list[str], list[tuple[Any, ...]]], object], timeout_s: float | None = None
     ) -> None:
         """Hand all rows of a question on, some at a time; the first time maybe none. Raises SourceError as `ask`."""
 
@@ -170,7 +198,7 @@ class HistoryDatabase:
 
         self._within(question, hand_on, timeout_s)
 
-    def arrow(self, question: str, take: Callable[[Any], object], timeout_s: float = TIMEOUT_S) -> None:
+    def arrow(self, question: str, take: Callable[[Any], object], timeout_s: float | None = None) -> None:
         """Hand a question's rows on as a pyarrow.RecordBatchReader. Raises SourceError as `ask`."""
         self._within(question, lambda: take(self._connection.sql(question).to_arrow_reader(_BATCH_ROWS)), timeout_s)
 
@@ -188,7 +216,8 @@ class HistoryDatabase:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _within(self, question: str, run: Callable[[], _Result], timeout_s: float) -> _Result:
+    def _within(self, question: str, run: Callable[[], _Result], timeout_s: float | None) -> _Result:
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self._check(question)
         over = threading.Event()
 
@@ -203,13 +232,15 @@ class HistoryDatabase:
             return run()
         except self._duckdb.OutOfMemoryException as error:
             why = str(error).strip().splitlines()[0]
-            raise SourceError(f"the question needs more memory than it may take: {why}") from None
+            raise LargeQuestionError(f"the question needs more memory than it may take: {why}") from None
         except (self._duckdb.Error, RuntimeError) as error:
             if over.is_set():
                 late = f"the question took longer than {timeout_s:g} s; ask for less, or give --within"
-                raise SourceError(late) from None
+                raise SlowQuestionError(late) from None
             if "interrupted" in str(error).lower():
                 raise KeyboardInterrupt from None
+            if isinstance(error, self._duckdb.IOException) or str(self._data) in str(error):
+                raise DamagedHistoryError(f"{str(error).strip()}; make the history anew") from None
             raise SourceError(str(error).strip()) from None
         finally:
             timer.cancel()

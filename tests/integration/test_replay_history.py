@@ -32,11 +32,13 @@ from kvbm.core.events import (
     StopReason,
 )
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier, pack_slots
+from kvbm.files import alone
 from kvbm.reference.history import StayHistory as ReadableHistory
 from kvbm.replay.format import At, parse_at, time_text
-from kvbm.replay.history import MANIFEST, HistoryManifest, read_manifest, write_history
+from kvbm.replay.history import write_history
+from kvbm.replay.history_manifest import MANIFEST, VERSION, HistoryManifest, read_manifest
 from kvbm.replay.opening import open_source
-from kvbm.replay.order import LifeBegins, Next, StreamKey
+from kvbm.replay.order import LifeBegins, Next, Ordering, StreamKey
 from kvbm.replay.questions import BlockLife, changes, tenants, why
 from kvbm.replay.source import FileSource, SourceError, SourceFile
 from kvbm.replay.sql import HistoryDatabase
@@ -295,7 +297,7 @@ def test_a_history_that_is_damaged_or_newer_is_refused(tmp_path: Path):
     made(tmp_path, frames_of(LOG))
     folder = tmp_path / "history"
     manifest = json.loads((folder / MANIFEST).read_bytes())
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"version": 2, "source": 7}))
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"version": VERSION + 1, "source": 7}))
     with pytest.raises(SourceError, match="newer kvbm"):
         HistoryDatabase(folder)
     (folder / MANIFEST).write_text("{")
@@ -414,14 +416,14 @@ def test_a_life_that_took_anothers_place_ends_what_that_held(tmp_path: Path, mon
     capture.write_bytes(packed([*frames[:2], *later]))
     source = open_source(str(capture))
 
-    def with_another_life(read: Any, is_trimmed: bool) -> Iterator[Any]:
+    def with_another_life(_: Ordering, read: Any) -> Iterator[Any]:
         key = StreamKey("", InstanceId("one"))
         for number, located in enumerate(read):
             if number == 2:
                 yield key, LifeBegins(located, Fence(Epoch(1), "run", 1), Epoch(1))
             yield key, Next(located, located.found)
 
-    monkeypatch.setattr("kvbm.replay.stays.in_order", with_another_life)
+    monkeypatch.setattr(Ordering, "steps", with_another_life)
     write_history(source, tmp_path / "history", NATIVE, NATIVE_STAYS)
     with HistoryDatabase(tmp_path / "history") as opened:
         for seconds, held in ((4, [(ONE.hex(), 0)]), (5, []), (6, [(TWO.hex(), 1)])):
@@ -458,7 +460,10 @@ def test_an_older_history_is_read_on_while_a_newer_one_takes_its_place(tmp_path:
         assert older.ask("SELECT count(*) FROM history").rows == [(2,)]
         with HistoryDatabase(tmp_path / "history") as newer:
             assert newer.ask("SELECT count(*) FROM history").rows == [(8,)]
-    made(tmp_path, frames_of(LOG))
+        made(tmp_path, frames_of(LOG))
+        assert older.ask("SELECT count(*) FROM history").rows == [(2,)]
+    for _ in range(3):
+        write_history(open_source(str(tmp_path / "capture.kvbm")), tmp_path / "history", NATIVE, NATIVE_STAYS, anew=True)
     assert len(list((tmp_path / "history").iterdir())) == 3  # the manifest, this one and the one before
 
 
@@ -511,13 +516,72 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path):
 
 def test_a_damaged_file_of_a_history_is_one_sentence(tmp_path: Path):
     made(tmp_path, frames_of(LOG))
-    (file,) = (tmp_path / "history").glob("data-*/residencies-00000.parquet")
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(SourceError, match="make the history anew"):
-        HistoryDatabase(tmp_path / "history")
+    (file,) = (tmp_path / "history").glob("data-*/*-stays-00000.parquet")
+    whole = file.read_bytes()
+    for damaged in (whole[:100], b"x" * len(whole)):
+        file.write_bytes(damaged)
+        with pytest.raises(SourceError, match="make the history anew"):
+            HistoryDatabase(tmp_path / "history")
     file.unlink()
     with pytest.raises(SourceError, match="make the history anew"):
         HistoryDatabase(tmp_path / "history")
+
+
+@pytest.mark.parametrize("kind", ["stays-00000.parquet", "counts.parquet", "namespaces.parquet", "state.bin"])
+def test_a_damaged_history_does_not_go_on_but_is_made_anew(tmp_path: Path, kind: str):
+    made(tmp_path, frames_of(LOG[:6]))
+    (file,) = (tmp_path / "history").glob(f"data-*/1-{kind}")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    report = made(tmp_path, frames_of(LOG))
+    assert [note for note in report.notes if "made anew" in note and "is damaged" in note]
+    with HistoryDatabase(tmp_path / "history") as opened:
+        assert opened.ask("SELECT count(*) FROM history").rows == [(8,)]
+    assert made(tmp_path, frames_of(LOG)).notes == report.notes  # it goes on from there
+
+
+def test_a_log_that_is_not_what_was_read_has_its_history_made_anew(tmp_path: Path):
+    made(tmp_path, frames_of(LOG))
+    report = made(tmp_path, frames_of(LOG[:4], "another"))
+    assert any("is not what it was" in note for note in report.notes)
+    with HistoryDatabase(tmp_path / "history") as opened:
+        assert opened.ask("SELECT DISTINCT instance FROM history").rows == [("another",)]
+
+
+def test_what_a_killed_writer_has_left_goes_with_the_next_writing(tmp_path: Path):
+    made(tmp_path, frames_of(LOG[:5]))
+    history = tmp_path / "history"
+    (data,) = history.glob("data-*")
+    (data / "2-stays-00000.parquet").write_text("half")
+    (data / ".spill-07").write_text("half")
+    (history / "data-killed").mkdir()
+    (history / "data-killed" / "1-stays-00000.parquet").write_text("half")
+    with HistoryDatabase(history) as opened:
+        assert opened.ask("SELECT count(*) FROM history").rows == [(5,)]
+    report = made(tmp_path, frames_of(LOG))
+    kept = {file.name for file in report.files()} | {name for one in report.retired for name in one.names}
+    assert {path.name for path in data.iterdir()} <= kept
+    assert sorted(path.name for path in history.iterdir()) == [data.name, MANIFEST]
+
+
+def test_many_writings_leave_few_runs_and_no_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvbm.replay.history.KEEP_RETIRED_S", 0.0)
+    frames = make_capture(3, commands=200).frames()
+    for end in range(1, len(frames) + 1, max(1, len(frames) // 12)):
+        made(tmp_path, frames[:end])
+    report = made(tmp_path, frames)
+    assert len(report.runs) <= 6
+    (data,) = (tmp_path / "history").glob("data-*")
+    last = {name for one in report.retired for name in one.names}
+    assert {path.name for path in data.iterdir()} <= {file.name for file in report.files()} | last
+
+
+def test_a_history_that_another_process_writes_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made(tmp_path, frames_of(LOG))
+    monkeypatch.setattr("kvbm.files.LOCK_WAIT_S", 0.05)
+    with alone(tmp_path / "history"), pytest.raises(SourceError, match="another process"):
+        made(tmp_path, frames_of(LOG))
 
 
 def test_a_start_of_any_sizes_is_taken(tmp_path: Path):

@@ -35,6 +35,7 @@ from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
 from kvbm.catalog.edge.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.edge.feed_response import FeedResponse
 from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, Gate, content_type
+from kvbm.catalog.edge.history import HistoryHandlers
 from kvbm.catalog.edge.instance_detail import instance_detail
 from kvbm.catalog.edge.metrics import ROWS
 from kvbm.catalog.edge.overview import Overview
@@ -66,6 +67,18 @@ from kvbm.core.answers import (
     RouteAnswer,
     RouteRequest,
     SnapshotAnswer,
+)
+from kvbm.core.history_answers import (
+    MOST_STEPS,
+    HistoryBlocks,
+    HistoryChanges,
+    HistoryOfInstance,
+    HistoryOverview,
+    HistoryQuestion,
+    HistoryRows,
+    HistoryStatus,
+    HistoryTenants,
+    HistoryTimeline,
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
 from kvbm.core.overview import InstanceDetail, OverviewAnswer
@@ -120,7 +133,7 @@ def create_surface(
     return Surface(app, FastPath(access, limits, answers, api.count_request), limits)
 
 
-class _Api:
+class _Api(HistoryHandlers):
     """The handlers, one for each path of `_ROUTES`."""
 
     def __init__(
@@ -132,6 +145,7 @@ class _Api:
         metrics: CatalogMetrics,
         answers: PromptAnswers,
     ) -> None:
+        super().__init__(service.past)
         self._service, self._version, self._troubles = service, version, troubles
         self._visible = service.queries.visibility
         self._metrics, self._refusals = metrics, refusals
@@ -284,6 +298,11 @@ class _Api:
                 _caller(request), _one_hash("after", after) if after else b"", int(text)
             )
         )
+
+    async def history_sql(self, request: Request) -> Response:
+        body = await _body(request)
+        self._judge_again(request)
+        return await self.history_of(request, body)
 
     async def status(self, request: Request) -> Response:
         ready = self._readiness(_caller(request))
@@ -468,7 +487,10 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     if error.refused:
         _exchange(request).refused(error.refused)
-    return _json(error.answer, error.status)
+    answer = _json(error.answer, error.status)
+    if error.status == 429:
+        answer.headers["retry-after"] = "1"
+    return answer
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -526,6 +548,9 @@ _EXAMPLE_WAIT = _EXAMPLE_LOOKUP | {
     "at_least": [{"instance": "instance-0", "epoch": 3, "offset": 1200}],
     "timeout_s": 0.5,
 }
+
+_PAST_ERRORS = (404, 422, 503, 504)
+_TIME = {"type": "string", "description": "ISO 8601, Unix seconds, or a clock time such as 12:00 (UTC)"}
 
 _ROUTES = (
     _Route(
@@ -664,6 +689,76 @@ _ROUTES = (
             "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES},
         },
     ),
+    _Route(
+        path="/v1/history",
+        handler="history",
+        gives=HistoryStatus,
+        summary="From when to when the past can be asked, and what is missing. For operators, as all below.",
+        errors=(404, 422, 503),
+    ),
+    _Route(
+        path="/v1/history/overview",
+        handler="history_overview",
+        gives=HistoryOverview,
+        summary="Instances, tiers and tenants at a moment.",
+        errors=_PAST_ERRORS,
+        asks={"at": _TIME},
+    ),
+    _Route(
+        path="/v1/history/timeline",
+        handler="history_timeline",
+        gives=HistoryTimeline,
+        summary="Blocks gained, lost and held in equal parts of a stretch of time, starts and stops.",
+        errors=_PAST_ERRORS,
+        asks={
+            "from": _TIME,
+            "to": _TIME,
+            "steps": {"type": "integer", "minimum": 1, "maximum": MOST_STEPS, "default": 100},
+        },
+    ),
+    _Route(
+        path="/v1/history/changes",
+        handler="history_changes",
+        gives=HistoryChanges,
+        summary="What began and ended in a stretch of time, by instance, tier and cause.",
+        errors=_PAST_ERRORS,
+        asks={"from": _TIME, "to": _TIME, "instance": {"type": "string"}},
+    ),
+    _Route(
+        path="/v1/history/tenants",
+        handler="history_tenants",
+        gives=HistoryTenants,
+        summary="Whose blocks filled the tiers at a moment.",
+        errors=_PAST_ERRORS,
+        asks={"at": _TIME},
+    ),
+    _Route(
+        path="/v1/history/block/{hash}",
+        handler="history_block",
+        gives=HistoryBlocks,
+        summary="Who held a block at a moment, and its life event by event; its hash, or 8 digits or more of it.",
+        errors=_PAST_ERRORS,
+        asks={"at": _TIME},
+    ),
+    _Route(
+        path="/v1/history/instances/{instance}",
+        handler="history_instance",
+        gives=HistoryOfInstance,
+        summary="An instance at a moment, and all its epochs.",
+        errors=_PAST_ERRORS,
+        asks={"at": _TIME},
+    ),
+    _Route(
+        path="/v1/history/sql",
+        handler="history_sql",
+        method="POST",
+        takes=HistoryQuestion,
+        gives=HistoryRows,
+        summary="One SELECT over the past. As JSON, or as Arrow IPC stream where `accept` is "
+        "application/vnd.apache.arrow.stream.",
+        errors=(400, 408, 413, *_PAST_ERRORS),
+        examples={"count": {"value": {"question": "SELECT tier, count(*) AS blocks FROM residencies GROUP BY tier"}}},
+    ),
     _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
     _Route(
         path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."
@@ -686,7 +781,7 @@ _ERROR_WORDS = {
     422: "The request makes no sense; the error says why.",
     429: "The caller asks too much; `retry-after` says when to ask again.",
     503: "Not ready, nobody to route to, or the stream is away.",
-    504: "`at_least` was not reached in time.",
+    504: "`at_least` was not reached in time, or the question took too long.",
 }
 
 
@@ -729,7 +824,9 @@ def _operation(route: _Route) -> dict[str, Any]:
         content = {"application/json": {"schema": _reference(route.takes), "examples": route.examples}}
         operation["requestBody"] = {"required": True, "content": content}
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
-    kinds = {"instance": {"type": "string"}}
+    kinds: dict[str, dict[str, str]] = {"instance": {"type": "string"}}
+    if route.handler == "history_block":
+        kinds["hash"] = {"type": "string", "pattern": f"^[0-9a-fA-F]{{8,{HEX_DIGITS}}}$"}
     pattern = {"type": "string", "pattern": f"^[0-9a-fA-F]{{{HEX_DIGITS}}}$"}
     parameters = [{"name": name, "in": "path", "required": True, "schema": kinds.get(name, pattern)} for name in names]
     parameters += [

@@ -316,7 +316,7 @@ class Overview:
             else None,
             view_age_s=service.queries.view_age_s(),
             archive=service.archive is not None,
-            history=bool(getattr(service.settings, "history", "")) and sees_all,
+            history=service.past is not None and sees_all,
         )
 
     def _pools(self, sizes: Mapping[str, int]) -> list[PoolTotals]:

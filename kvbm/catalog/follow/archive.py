@@ -271,29 +271,7 @@ class ArchiveFiles:
         return position
 
     def _read_position(self) -> ArchivePosition | None:
-        try:
-            body, _, checksum = read_small(self._folder / _POSITION, _POSITION_BYTES).rstrip(b"\n").rpartition(b"\n")
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno != errno.EFBIG:
-                raise
-            return None  # damaged, as one with a flipped byte
-        try:
-            if checksum != b"%08x" % zlib.crc32(body):
-                return None
-            version = msgspec.json.decode(body, type=_Versioned).version
-            if version > VERSION:
-                raise CatalogError(
-                    f"the archive {self._folder} is of a newer kvbm, version {version}; this one writes version "
-                    f"{VERSION}: upgrade"
-                    " it, or give --archive another folder"
-                )
-            position = msgspec.json.decode(body, type=ArchivePosition)
-            is_ours = not position.file or (position.file.endswith(FRAMES) and "/" not in position.file)
-            return position if is_ours else None
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return None
+        return _read_position(self._folder)
 
     def _put_position(self) -> None:
         body = msgspec.json.encode(self.position)
@@ -350,6 +328,44 @@ class ArchiveFiles:
 
     def _failed(self, error: OSError) -> CatalogError:
         return CatalogError(f"the archive {self._folder} takes nothing more ({error.strerror}); it goes on when it can")
+
+
+def settled_end(folder: Path) -> tuple[str, int] | None:
+    """The file of an archive up to which all is written for good, and how many bytes of it; None where it does not say.
+
+    What lies behind may be cut off and written again.
+    """
+    try:
+        position = _read_position(folder)
+    except (OSError, CatalogError):
+        return None
+    return (position.file, position.bytes) if position is not None and position.file else None
+
+
+def _read_position(folder: Path) -> ArchivePosition | None:
+    """None: there is none, or it is damaged. Raises OSError. CatalogError: it is of a newer kvbm."""
+    try:
+        body, _, checksum = read_small(folder / _POSITION, _POSITION_BYTES).rstrip(b"\n").rpartition(b"\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        return None  # damaged, as one with a flipped byte
+    try:
+        if checksum != b"%08x" % zlib.crc32(body):
+            return None
+        version = msgspec.json.decode(body, type=_Versioned).version
+        if version > VERSION:
+            raise CatalogError(
+                f"the archive {folder} is of a newer kvbm, version {version}; this one writes version {VERSION}: "
+                "upgrade it, or give --archive another folder"
+            )
+        position = msgspec.json.decode(body, type=ArchivePosition)
+        is_ours = not position.file or (position.file.endswith(FRAMES) and "/" not in position.file)
+        return position if is_ours else None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def _write_all(file: int, data: bytes) -> None:
