@@ -463,7 +463,9 @@ def test_an_older_history_is_read_on_while_a_newer_one_takes_its_place(tmp_path:
         made(tmp_path, frames_of(LOG))
         assert older.ask("SELECT count(*) FROM history").rows == [(2,)]
     for _ in range(3):
-        write_history(open_source(str(tmp_path / "capture.kvbm")), tmp_path / "history", NATIVE, NATIVE_STAYS, anew=True)
+        write_history(
+            open_source(str(tmp_path / "capture.kvbm")), tmp_path / "history", NATIVE, NATIVE_STAYS, anew=True
+        )
     assert len(list((tmp_path / "history").iterdir())) == 3  # the manifest, this one and the one before
 
 
