@@ -225,7 +225,7 @@ class App {
   }
 
   focus(where) {
-    const found = where === "time" ? document.querySelector("#time input, #time") : where === "filter" ? this.view.node.querySelector("input[type=search], textarea") : $(where);
+    const found = where === "time" ? document.querySelector("#time input") || $("time") : where === "filter" ? this.view.node.querySelector("input[type=search], textarea") : $(where);
     if (found) found.focus();
   }
 
