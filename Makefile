@@ -36,7 +36,7 @@ RUN_TESTS = -m pytest
 SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
-.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
+.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-web test-objects \
   smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick \
   vllm-next-check pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup \
   fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
@@ -83,6 +83,9 @@ test: setup $(AZURITE)  ## the tests, on servers of their own: nats-server, Post
 
 test-all: setup $(AZURITE)  ## everything, stage by stage, in hours; report in build/report.md
 	$(BIN)/python tools/test_all.py $(ARGS)
+
+test-web: setup  ## the catalog's page in Chromium; needs Debian's chromium and chromium-driver
+	$(BIN)/python $(RUN_TESTS) --web tests/web -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-objects: setup  ## … on Ceph's radosgw, Redis and PgBouncer; needs Debian's packages of them
 	$(BIN)/python $(RUN_TESTS) --objects -m objects $(PYTEST_ARGS)
@@ -243,7 +246,7 @@ gpu-check-dry:  ## its dry run
 check: check-code check-tests  ## what CI runs, in some 25 minutes
 check-code: lint sizes type contract docs native-test fuzz-short
 check-tests: RUN_TESTS = tools/run_tests.py
-check-tests: test smoke-objects smoke-rdma smoke-engines smoke-pd wheel-check
+check-tests: test test-web smoke-objects smoke-rdma smoke-engines smoke-pd wheel-check
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

@@ -43,6 +43,7 @@ STAGES: dict[str, list[str]] = {
     "code": ["--keep-going", "lint", "sizes", "type", "contract", "docs"],
     "native": ["native-test"],
     "tests": ["test"],
+    "web": ["test-web"],
     "triples": ["test-triples"],
     "rdma": ["test-rdma"],
     "engines": ["test-engines"],
@@ -56,6 +57,7 @@ STAGES: dict[str, list[str]] = {
 }
 PYTEST = {
     "tests": f"--nightly --objects --deselect={TRIPLES}",
+    "web": "--nightly",
     "triples": "",
     "engines": "--nightly",
     "pd": "--nightly",
@@ -69,6 +71,7 @@ COMMANDS = {  # of a stage, what must be here before it begins: an hour later is
         "pgbouncer": "pgbouncer",
         "fio": "fio",
     },
+    "web": {"chromium": "chromium", "chromedriver": "chromium-driver"},
     "rdma": {"qemu-system-x86_64": "qemu-system-x86", "busybox": "busybox-static", "kmod": "kmod", "cpio": "cpio"},
 }
 

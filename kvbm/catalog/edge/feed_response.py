@@ -6,13 +6,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvbm.catalog.answers.watches import Feed
-
 CONTENT_TYPE = "text/event-stream"
+
+
+class Feed(Protocol):
+    """What is sent."""
+
+    def events(self) -> AsyncIterator[bytes]:
+        """What goes out, piece by piece, as server-sent events."""
+
+    def close(self) -> None:
+        """Give back what it holds. Idempotent."""
 
 
 class FeedResponse(Response):

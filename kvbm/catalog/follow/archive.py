@@ -26,6 +26,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from kvbm.catalog.degraded import Degraded
+from kvbm.catalog.follow.sampled_hits import SampledHits
 from kvbm.catalog.threads import run_in
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.parts import ALL_PARTS, part_of
@@ -401,6 +402,7 @@ class Archive:
     ) -> None:
         self.samples = 0
         self.samples_lost = 0
+        self.hits = SampledHits()
         self._folder, self._stream, self._degraded = folder, stream, degraded
         self._cluster, self._parts = cluster, parts
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvbm-archive")
@@ -450,6 +452,7 @@ class Archive:
             async for sample in self._stream.watch_samples(self._cluster):
                 if part_of(sample.instance) not in self._parts:
                     continue
+                self.hits.hear(sample)
                 if len(waiting) < SAMPLES_WAITING:
                     waiting.append(sample)
                 else:

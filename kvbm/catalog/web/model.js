@@ -1,0 +1,136 @@
+// The cluster as the catalog tells it: now, kept by a feed, or as of a moment of the history.
+
+import { TIERS, many } from "./format.js";
+
+const SAMPLES = 180; // of what is drawn over time; a page that is open for a day keeps no more
+
+const WORDS = ["cluster", "state", "excluded", "engine", "version", "place", "trouble", "suspicion"];
+const PLAIN = ["epoch", "unread", "suspect", "heard", "queued", "running", "put"];
+
+function derive(row) {
+  let used = 0;
+  row.fill = row.blocks.map((blocks, tier) => {
+    used += blocks * row.blockBytes[tier];
+    return row.slots[tier] ? blocks / row.slots[tier] : null;
+  });
+  row.bytes = used;
+  row.total = row.blocks.reduce((sum, one) => sum + one, 0);
+  const marks = [row.suspect && "is:suspect", row.excluded && "is:excluded", row.trouble && "is:trouble", `is:${row.state}`];
+  row.hay = [row.instance, row.cluster, row.state, row.excluded, row.engine, row.version, row.place, row.trouble, row.suspicion, ...marks].join("\n").toLowerCase();
+  return row;
+}
+
+export class Live {
+  constructor() {
+    this.past = false;
+    this.clear();
+    this.samples = []; // {at, events, lag, blocks}
+  }
+
+  clear() {
+    this.byName = new Map();
+    this.rows = [];
+    this.head = null;
+    this.tenants = null;
+  }
+
+  // Take an answer. False: it does not go on from what is here, and a whole one is needed.
+  take(answer) {
+    const base = answer.base ?? null;
+    if (base === null) this.clear();
+    else if (!this.head || this.head.run !== answer.run || this.head.version !== base) return false;
+    const { rows } = answer;
+    for (let at = 0; at < rows.instance.length; at += 1) {
+      const name = rows.instance[at];
+      let row = this.byName.get(name);
+      if (!row) {
+        row = { instance: name };
+        this.byName.set(name, row);
+        this.rows.push(row);
+      }
+      for (const key of WORDS) row[key] = rows.words[rows[key][at]];
+      for (const key of PLAIN) row[key] = rows[key][at];
+      row.blocks = TIERS.map((_, tier) => rows.blocks[tier][at]);
+      row.slots = TIERS.map((_, tier) => rows.slots[tier][at]);
+      row.blockBytes = TIERS.map((_, tier) => rows.block_bytes[tier][at]);
+      derive(row);
+    }
+    if (answer.gone && answer.gone.length) {
+      for (const name of answer.gone) this.byName.delete(name);
+      this.rows = this.rows.filter((row) => this.byName.has(row.instance));
+    }
+    if (answer.tenants) this.tenants = tenantRows(answer.tenants);
+    this.head = { ...answer, rows: null };
+    this.sample();
+    return true;
+  }
+
+  sample() {
+    const { head, samples } = this;
+    if (!head.catalog.sees_all) return;
+    const last = samples[samples.length - 1];
+    if (last && last.run !== head.run) samples.length = 0;
+    samples.push({ run: head.run, at: head.at_ms, events: head.events.events, lag: head.catalog.lag_messages, blocks: head.tiers.map((one) => one.blocks) });
+    if (samples.length > SAMPLES) samples.shift();
+  }
+}
+
+function tenantRows(columns) {
+  const rows = columns.tenant.map((tenant, at) => ({
+    tenant, namespaces: columns.namespaces[at], instances: columns.instances[at], put: columns.put_stored[at], raw: columns.put_raw[at],
+    quota: columns.quota[at], prompts: columns.prompts[at], asked: columns.asked[at], found: columns.found[at], hay: tenant.toLowerCase(),
+  }));
+  return { rows, more: columns.more };
+}
+
+// What the history says of a moment, in the shape of `Live`.
+export function asOf(answer) {
+  const rows = answer.instances.map((one) => {
+    const row = {
+      instance: one.instance, cluster: "", state: one.state, excluded: "", engine: one.engine, version: one.version, place: one.topology.join(" / "),
+      trouble: "", suspicion: "", epoch: one.epoch, unread: null, suspect: 0, heard: null, queued: null, running: null, put: 0, stream: one.stream,
+      began: one.began, lastFrame: one.last_frame, blocks: [0, 0, 0], slots: [0, 0, 0], blockBytes: [0, 0, 0], stopped: one.stopped,
+    };
+    for (const tier of one.tiers) {
+      const at = TIERS.indexOf(tier.tier);
+      if (at < 0) continue;
+      row.blocks[at] = tier.blocks;
+      row.slots[at] = tier.slots || 0;
+      row.blockBytes[at] = tier.block_bytes || 0;
+    }
+    if (one.stopped) row.suspicion = `stopped: ${one.stopped}`;
+    return row;
+  });
+  const byName = new Map(rows.map((row) => [row.instance, row]));
+  for (const hole of answer.holes) {
+    const row = byName.get(hole.instance);
+    if (row) { row.suspect = 1; row.suspicion = `${many(hole.events, "event")} missing from the archive: what it held then is not certain`; }
+  }
+  rows.forEach(derive);
+  const tiers = answer.tiers.map((tier) => {
+    const at = TIERS.indexOf(tier.tier);
+    const capacity = rows.reduce((sum, row) => sum + (at < 0 ? 0 : row.slots[at] * row.blockBytes[at]), 0);
+    const instances = rows.reduce((sum, row) => sum + (at >= 0 && row.slots[at] > 0 ? 1 : 0), 0);
+    return { tier: tier.tier, blocks: tier.blocks, slots: tier.slots || 0, bytes: tier.bytes || 0, capacity_bytes: capacity, instances };
+  });
+  const states = {};
+  for (const row of rows) states[row.state] = (states[row.state] || 0) + 1;
+  return { past: true, at: answer.at, holes: answer.holes, rows, byName, tiers, states, tenants: tenantsOf(answer.tenants) };
+}
+
+export function tenantsOf(told) {
+  const found = new Map();
+  for (const one of told) {
+    const name = one.tenant === null ? "\u0000" : one.tenant;
+    let row = found.get(name);
+    if (!row) {
+      row = { tenant: one.tenant === null ? "(not told)" : one.tenant, instances: 0, byTier: {}, bytes: 0, blocks: 0, hay: name.toLowerCase() };
+      found.set(name, row);
+    }
+    row.byTier[one.tier] = { blocks: one.blocks, bytes: one.bytes };
+    row.instances = Math.max(row.instances, one.instances);
+    row.bytes += one.bytes || 0;
+    row.blocks += one.blocks;
+  }
+  return { rows: [...found.values()], more: 0 };
+}
