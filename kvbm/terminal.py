@@ -38,6 +38,15 @@ def say(*lines: str, to: TextIO | None = None) -> None:
     file.flush()
 
 
+def say_csv(text: str) -> None:
+    """Print CSV at once: to a file or a pipe as it is, to a terminal as `plain` lines."""
+    if sys.stdout.isatty():
+        say(*text.splitlines())
+        return
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
 def say_error(name: str, error: object) -> None:
     """Print what is wrong to standard error. What stands on further lines is indented: no word of others begins a line.
 

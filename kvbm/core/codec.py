@@ -5,7 +5,7 @@ be written in two ways are refused.
 
     at  bytes  field
      0      4  magic "KVBM"
-     4      2  version: 2 where an InstanceStarted has attributes, else 1
+     4      2  version: 3 with a UsageRecorded, else 2 where an InstanceStarted has attributes, else 1
      6      1  instance_bytes: length of the instance's name
      7      1  namespace_count
      8      4  frame_bytes: the whole frame, checksum included
@@ -34,6 +34,8 @@ checksum stay where they are, so a reader of before tells a newer frame from a d
     5 ResidenciesListed   u8 namespace, u8 tier, u8 flags (1 slots), u32 snapshot, u32 count, hashes, [slots]
     6 SnapshotEnded       u8 tier, u32 snapshot, u32 count
     7 InstanceStopped     u8 reason
+    8 UsageRecorded       u8 flags (1 last), u16 rows, u64 since_ms, u64 until_ms, 4 times u64 bytes of a block; each
+                          row: u8 length, tenant, 15 times u64: the fields of `UsageRow` in order. Tenants ascend
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
+from itertools import pairwise
 from mmap import mmap
 from typing import NamedTuple, TypeVar, assert_never
 
@@ -63,6 +66,7 @@ from kvbm.core.events import (
     MAX_NAMESPACES,
     MAX_POOLS,
     MAX_TOPOLOGY,
+    MAX_USAGE_ROWS,
     BlocksCreated,
     BlocksEvicted,
     BlocksMigrated,
@@ -75,6 +79,8 @@ from kvbm.core.events import (
     RunEvent,
     SnapshotEnded,
     StopReason,
+    UsageRecorded,
+    UsageRow,
 )
 from kvbm.core.ids import (
     HASH_BYTES,
@@ -91,7 +97,8 @@ from kvbm.core.ids import (
 )
 
 MAGIC = b"KVBM"
-VERSION = 2  # the newest that is read
+VERSION = 3  # the newest that is read
+USAGE_VERSION = 3  # from which on there is a UsageRecorded
 MAX_FRAME_BYTES = 1 << 26  # a length beyond this is taken for damage, not for a frame
 MAX_FRAME_NAMESPACES = 255
 FRAME_OVERHEAD_BYTES = 52  # header and checksum, names not counted
@@ -106,9 +113,12 @@ _LISTED = struct.Struct("<BBBBII")
 _SNAPSHOT_ENDED = struct.Struct("<BBII")
 _STOPPED = struct.Struct("<BB")
 _STARTED = struct.Struct("<BI")
+_USAGE = struct.Struct("<BHQQ4Q")  # behind its kind
+_USAGE_NUMBERS = struct.Struct("<15Q")
 _CRC = struct.Struct("<I")
 
 _SLOTS, _PARENT, _KEPT = 1, 2, 4
+_LAST = 1  # of a UsageRecorded
 _FROM_INSTANCE = 255
 
 E = TypeVar("E", bound=IntEnum)
@@ -210,6 +220,8 @@ def cut_frames(
 def _estimated_bytes(event: Event) -> int:
     if isinstance(event, RunEvent):
         return 32 + len(event.hashes) + (0 if isinstance(event, BlocksEvicted) else len(event.slots))
+    if isinstance(event, UsageRecorded):
+        return 16 + len(encode_usage(event))
     return 256 * (1 + len(event.namespaces)) if isinstance(event, InstanceStarted) else 16
 
 
@@ -289,6 +301,8 @@ def encode_frame(frame: Frame, checksum: Callable[[bytes], int] = crc32c) -> byt
 
 def _version_of(events: Sequence[Event]) -> int:
     """The lowest version that suffices for these events."""
+    if any(isinstance(event, UsageRecorded) for event in events):
+        return USAGE_VERSION
     return 2 if any(isinstance(event, InstanceStarted) and event.attributes for event in events) else 1
 
 
@@ -327,6 +341,8 @@ def _encode_event(event: Event, namespaces: dict[bytes, int]) -> bytes:
         case InstanceStarted():
             blob = encode_started(event)
             return _STARTED.pack(1, len(blob)) + blob
+        case UsageRecorded():
+            return b"\x08" + encode_usage(event)
         case _:
             assert_never(event)
 
@@ -594,6 +610,8 @@ def _decode_event(reader: _Reader, table: list[bytes]) -> Event:
         case 7:
             _, reason = reader.unpack(_STOPPED)
             return InstanceStopped(reason=_member(reader, StopReason, reason))
+        case 8:
+            return _take_usage(reader)
         case _:
             raise reader.malformed(f"event kind {kind} does not exist")
 
@@ -677,6 +695,83 @@ def _refused_attributes(event: InstanceStarted) -> str:
             return f"the name of an attribute has {name_bytes} bytes; it needs 1 to 255"
         size += name_bytes + len(value)
     return f"{size} bytes of attributes; at most {MAX_ATTRIBUTE_BYTES} fit" if size > MAX_ATTRIBUTE_BYTES else ""
+
+
+def encode_usage(event: UsageRecorded) -> bytes:
+    """A UsageRecorded behind its kind; the native codec takes it from here. Raises LayoutError."""
+    try:
+        tenants = [row.tenant.encode() for row in event.rows]
+    except UnicodeEncodeError as error:
+        raise LayoutError(f"UsageRecorded does not encode: a tenant's name has no UTF-8: {error}") from None
+    why = ""
+    if len(event.rows) > MAX_USAGE_ROWS:
+        why = f"{len(event.rows)} rows; at most {MAX_USAGE_ROWS} fit"
+    elif any(len(name) > MAX_NAME_BYTES or b"\0" in name for name in tenants):
+        why = f"a tenant's name has NUL, or more than {MAX_NAME_BYTES} bytes"
+    elif any(one >= other for one, other in pairwise(tenants)):
+        why = "its tenants are not in order"
+    elif event.until_ms < event.since_ms:
+        why = "it ends before it begins"
+    if why:
+        raise LayoutError(f"UsageRecorded does not encode: {why}")
+    flags = _LAST if event.is_last else 0
+    try:
+        head = _USAGE.pack(flags, len(event.rows), event.since_ms, event.until_ms, *event.block_bytes)
+        return head + b"".join(
+            bytes([len(name)]) + name + _USAGE_NUMBERS.pack(*_usage_numbers(row))
+            for name, row in zip(tenants, event.rows, strict=True)
+        )
+    except struct.error as error:
+        raise LayoutError(f"UsageRecorded does not encode: {error}") from None
+
+
+def _usage_numbers(row: UsageRow) -> tuple[int, ...]:
+    rest = (row.saved_tokens, row.unrated_tokens, row.saved_us)
+    return (*row.block_ms, *row.put_blocks, *row.read_blocks, *rest)
+
+
+def decode_usage(report: bytes, at: int) -> UsageRecorded:
+    """The UsageRecorded of a frame at a position; the native codec takes it from here. Raises MalformedFrameError."""
+    reader = _Reader(b"\x08" + report, 0, 0, 1 + len(report))
+    reader.frame_at = at
+    event = _take_usage(reader)
+    reader.finish()
+    return event
+
+
+def _take_usage(reader: _Reader) -> UsageRecorded:
+    reader.take(1)
+    flags, count, since_ms, until_ms, *block_bytes = reader.unpack(_USAGE)
+    _check_flags(reader, flags, _LAST)
+    if until_ms < since_ms:
+        raise reader.malformed("a usage ends before it begins")
+    rows: list[UsageRow] = []
+    before = b""
+    for number in range(count):
+        name = reader.take(reader.take(1)[0])
+        numbers = reader.unpack(_USAGE_NUMBERS)
+        try:
+            tenant = name.decode()
+        except UnicodeDecodeError:
+            tenant = "\0"
+        if "\0" in tenant:
+            raise reader.malformed("a tenant's name in a usage is not UTF-8 without NUL")
+        if number and name <= before:
+            raise reader.malformed("the tenants of a usage are not in order")
+        rows.append(UsageRow(tenant, _four(numbers, 0), _four(numbers, 4), _four(numbers, 8), *numbers[12:]))
+        before = name
+    return UsageRecorded(
+        since_ms=since_ms,
+        until_ms=until_ms,
+        block_bytes=_four(block_bytes, 0),
+        rows=tuple(rows),
+        is_last=bool(flags & _LAST),
+    )
+
+
+def _four(numbers: Sequence[int], at: int) -> tuple[int, int, int, int]:
+    one, two, three, four = numbers[at : at + 4]
+    return one, two, three, four
 
 
 def _decode_migrated(reader: _Reader, table: list[bytes]) -> BlocksMigrated:

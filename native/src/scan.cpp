@@ -10,7 +10,7 @@ namespace {
 
 // By the alternative of Event.
 constexpr const char* kEventNames[] = {"InstanceStarted",   "BlocksCreated", "BlocksMigrated", "BlocksEvicted",
-                                       "ResidenciesListed", "SnapshotEnded", "InstanceStopped"};
+                                       "ResidenciesListed", "SnapshotEnded", "InstanceStopped", "UsageRecorded"};
 static_assert(std::size(kEventNames) == std::variant_size_v<Event>);
 
 }  // namespace

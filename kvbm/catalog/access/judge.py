@@ -29,6 +29,7 @@ _FOR_ROUTERS = frozenset(
         "/v1/instances",
         "/v1/namespaces",
         "/v1/checkpoint",
+        "/v1/usage",
         "/openapi.json",
     }
 )
