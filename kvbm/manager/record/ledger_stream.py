@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvbm.core.backend import LedgerProtocol, LockProtocol
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import LedgerError
-from kvbm.core.events import MAX_RUN_BLOCKS
+from kvbm.core.events import MAX_RUN_BLOCKS, UsageRecorded
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.manager.record.snapshot_policy import Began, Dropped, Ended, Input
 from kvbm.manager.record.usage_account import UsageAccount
@@ -67,6 +67,7 @@ class LedgerStream:
         self._wall_clock_ns = wall_clock_ns
         self._taking = threading.Lock()  # before `lock`: frames are taken and metered in the order of their events
         self._taken: list[FrameBytes] = []  # by `end`, for the event writer
+        self._usages: list[UsageRecorded] = []  # that wait in the ledger
         self._inherited_by = 0  # the forked child this is in
         self._expire_at_s = 0.0
         self._kept_until_s = _NEVER
@@ -146,6 +147,7 @@ class LedgerStream:
             now_ns = self._wall_clock_ns()
             with self.lock:
                 frames = self.ledger.take_frames(self.instance, now_ns)
+                self._usages = []
                 reads = self.usage.take_reads_locked(now_ns // 1_000_000) if self.usage is not None else {}
             if self.usage is not None and not self.ended:
                 self.usage.take(frames, reads, now_ns // 1_000_000)
@@ -158,7 +160,8 @@ class LedgerStream:
         assert self.usage is not None
         with self.lock:
             if not self.ledger.stopped:
-                for event in self.usage.take_events():
+                self._usages = self.usage.take_events()
+                for event in self._usages:
                     self.ledger.record_usage(event)
                     self.wake.set()
 
@@ -179,6 +182,9 @@ class LedgerStream:
                 return None
             self.ledger.take_frames(self.instance, 0)
             after = self.ledger.restart(epoch)
+            if self.usage is not None:
+                self.usage.put_back(self._usages)
+                self._usages = []
             if self._began is not None:
                 self._happened.append(Dropped())
                 self._began = None

@@ -103,6 +103,7 @@ class UsageAccount:
             self._since_ms = now_ms
         elif self._is_set(now_ms):
             reads = self._end(self._since_ms, self._seen_ms, reads)
+            self._meter.cut(now_ms)  # no time has passed until now, and from now on it does
             self._since_ms = now_ms
         else:
             while (end_ms := self._end_of(self._since_ms)) <= now_ms:
@@ -119,6 +120,10 @@ class UsageAccount:
         """What is to be recorded, in order."""
         events, self._waiting = self._waiting, []
         return events
+
+    def put_back(self, events: Sequence[UsageRecorded]) -> None:
+        """What was taken, and is in no frame: it is to be recorded once more."""
+        self._waiting = [*events, *self._waiting]
 
     def due_in_s(self, now_ms: int) -> float:
         """In how many seconds the period under way ends."""
