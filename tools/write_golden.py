@@ -208,7 +208,7 @@ USAGE = UsageRecorded(
     block_bytes=(4096, 0, 4096, 4096),
     rows=(
         UsageRow("", (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12), 13, 14, 15),
-        UsageRow("äcme, \"ltd\"\n", (2**64 - 1, 0, 0, 0)),
+        UsageRow('äcme, "ltd"\n', (2**64 - 1, 0, 0, 0)),
     ),
     is_last=True,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import Select, and_, delete, false, func, null, or_, select
+from sqlalchemy import and_, delete, false, func, null, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvbm.catalog.sql import tables
@@ -118,17 +118,9 @@ async def delete_before(connection: AsyncConnection, before_ms: int) -> int:
     """Remove some rows of hours before a time; how many."""
     table = tables.usage
     key = list(table.primary_key)
-    oldest = (await connection.execute(_oldest(before_ms))).all()
-    for row in oldest:
-        await connection.execute(delete(table).where(and_(*(column == row[at] for at, column in enumerate(key)))))
-    return len(oldest)
-
-
-def _oldest(before_ms: int) -> Select[Any]:
-    table = tables.usage
-    return (
-        select(*table.primary_key).where(table.c.since_ms < before_ms).order_by(table.c.since_ms).limit(_DELETED_ROWS)
-    )
+    oldest = select(*key).where(table.c.since_ms < before_ms).order_by(table.c.since_ms).limit(_DELETED_ROWS)
+    removed = await connection.execute(delete(table).where(tuple_(*key).in_(oldest)))
+    return int(removed.rowcount)
 
 
 def _is_wanted(wanted: UsageWanted) -> Any:
