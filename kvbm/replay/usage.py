@@ -17,7 +17,7 @@ from kvbm.core.ids import Offset
 from kvbm.core.usage import UsageGap, UsageHour, UsageSums, begin_of_hour, end_of_hour, entries_of, lines_of
 from kvbm.core.usage import UsageReport as Sums
 from kvbm.replay.findings import ReplayFinding, undamaged
-from kvbm.replay.order import LifeBegins, Next, in_order, life_text
+from kvbm.replay.order import LifeBegins, Missing, Next, in_order, life_text
 from kvbm.replay.source import FrameSource, Located, only
 
 _VERSION_AT = slice(4, 6)  # of a frame
@@ -77,6 +77,11 @@ def usage_of(
     read = source.read(backend) if located is None else located
     steps = in_order(only(read, instance), source.is_trimmed)
     for key, step in undamaged(steps, report.notes, report.findings):
+        if isinstance(step, Missing):
+            report.notes.append(
+                f"events {step.first:,} to {step.next - 1:,} of epoch {step.epoch} of {key.instance} are missing: "
+                "what they say of usage is lost"
+            )
         if isinstance(step, LifeBegins):
             report.notes.append(life_text(key, step))
         if not isinstance(step, Next) or int.from_bytes(step.located.data[_VERSION_AT], "little") < USAGE_VERSION:
