@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice, zip_longest
 from typing import NamedTuple, Protocol
@@ -42,7 +42,14 @@ class UsageMeter(Protocol):
         """
 
 
-NewUsageMeter = Callable[[int], UsageMeter]  # of the tiers whose pool is the cluster's: bit t for tier t
+class NewUsageMeter(Protocol):
+    """Makes one.
+
+    Args:
+        clusters: the tiers whose pool is the cluster's: bit t for tier t.
+    """
+
+    def __call__(self, clusters: int) -> UsageMeter: ...
 
 
 class UsageHour(msgspec.Struct, frozen=True, kw_only=True):

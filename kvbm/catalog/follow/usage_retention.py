@@ -23,5 +23,5 @@ async def keep_usage(store: SqlStore, keep_days: int) -> None:
         try:
             removed = await store.forget_usage(time.time_ns() // 1_000_000 - keep_days * _DAY_MS)
         except CatalogError as error:
-            log.debug("usage.waits", why=str(error))
+            log.debug("forgetting.usage_waits", why=str(error))
         await asyncio.sleep(_PAUSE_S if removed else LOOK_EVERY_S)
