@@ -43,7 +43,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from itertools import pairwise
 from mmap import mmap
 from typing import NamedTuple, TypeVar, assert_never
 
@@ -66,7 +65,6 @@ from kvbm.core.events import (
     MAX_NAMESPACES,
     MAX_POOLS,
     MAX_TOPOLOGY,
-    MAX_USAGE_ROWS,
     BlocksCreated,
     BlocksEvicted,
     BlocksMigrated,
@@ -80,7 +78,6 @@ from kvbm.core.events import (
     SnapshotEnded,
     StopReason,
     UsageRecorded,
-    UsageRow,
 )
 from kvbm.core.ids import (
     HASH_BYTES,
@@ -95,6 +92,7 @@ from kvbm.core.ids import (
     SequenceHash,
     Tier,
 )
+from kvbm.core.usage_report import encode_usage, take_usage
 
 MAGIC = b"KVBM"
 VERSION = 3  # the newest that is read
@@ -113,12 +111,9 @@ _LISTED = struct.Struct("<BBBBII")
 _SNAPSHOT_ENDED = struct.Struct("<BBII")
 _STOPPED = struct.Struct("<BB")
 _STARTED = struct.Struct("<BI")
-_USAGE = struct.Struct("<BHQQ4Q")  # behind its kind
-_USAGE_NUMBERS = struct.Struct("<15Q")
 _CRC = struct.Struct("<I")
 
 _SLOTS, _PARENT, _KEPT = 1, 2, 4
-_LAST = 1  # of a UsageRecorded
 _FROM_INSTANCE = 255
 
 E = TypeVar("E", bound=IntEnum)
@@ -611,7 +606,7 @@ def _decode_event(reader: _Reader, table: list[bytes]) -> Event:
             _, reason = reader.unpack(_STOPPED)
             return InstanceStopped(reason=_member(reader, StopReason, reason))
         case 8:
-            return _take_usage(reader)
+            return take_usage(reader)
         case _:
             raise reader.malformed(f"event kind {kind} does not exist")
 
@@ -697,81 +692,13 @@ def _refused_attributes(event: InstanceStarted) -> str:
     return f"{size} bytes of attributes; at most {MAX_ATTRIBUTE_BYTES} fit" if size > MAX_ATTRIBUTE_BYTES else ""
 
 
-def encode_usage(event: UsageRecorded) -> bytes:
-    """A UsageRecorded behind its kind; the native codec takes it from here. Raises LayoutError."""
-    try:
-        tenants = [row.tenant.encode() for row in event.rows]
-    except UnicodeEncodeError as error:
-        raise LayoutError(f"UsageRecorded does not encode: a tenant's name has no UTF-8: {error}") from None
-    why = ""
-    if len(event.rows) > MAX_USAGE_ROWS:
-        why = f"{len(event.rows)} rows; at most {MAX_USAGE_ROWS} fit"
-    elif any(len(name) > MAX_NAME_BYTES or b"\0" in name for name in tenants):
-        why = f"a tenant's name has NUL, or more than {MAX_NAME_BYTES} bytes"
-    elif any(one >= other for one, other in pairwise(tenants)):
-        why = "its tenants are not in order"
-    elif event.until_ms < event.since_ms:
-        why = "it ends before it begins"
-    if why:
-        raise LayoutError(f"UsageRecorded does not encode: {why}")
-    flags = _LAST if event.is_last else 0
-    try:
-        head = _USAGE.pack(flags, len(event.rows), event.since_ms, event.until_ms, *event.block_bytes)
-        return head + b"".join(
-            bytes([len(name)]) + name + _USAGE_NUMBERS.pack(*_usage_numbers(row))
-            for name, row in zip(tenants, event.rows, strict=True)
-        )
-    except struct.error as error:
-        raise LayoutError(f"UsageRecorded does not encode: {error}") from None
-
-
-def _usage_numbers(row: UsageRow) -> tuple[int, ...]:
-    rest = (row.saved_tokens, row.unrated_tokens, row.saved_us)
-    return (*row.block_ms, *row.put_blocks, *row.read_blocks, *rest)
-
-
 def decode_usage(report: bytes, at: int) -> UsageRecorded:
     """The UsageRecorded of a frame at a position; the native codec takes it from here. Raises MalformedFrameError."""
     reader = _Reader(b"\x08" + report, 0, 0, 1 + len(report))
     reader.frame_at = at
-    event = _take_usage(reader)
+    event = take_usage(reader)
     reader.finish()
     return event
-
-
-def _take_usage(reader: _Reader) -> UsageRecorded:
-    reader.take(1)
-    flags, count, since_ms, until_ms, *block_bytes = reader.unpack(_USAGE)
-    _check_flags(reader, flags, _LAST)
-    if until_ms < since_ms:
-        raise reader.malformed("a usage ends before it begins")
-    rows: list[UsageRow] = []
-    before = b""
-    for number in range(count):
-        name = reader.take(reader.take(1)[0])
-        numbers = reader.unpack(_USAGE_NUMBERS)
-        try:
-            tenant = name.decode()
-        except UnicodeDecodeError:
-            tenant = "\0"
-        if "\0" in tenant:
-            raise reader.malformed("a tenant's name in a usage is not UTF-8 without NUL")
-        if number and name <= before:
-            raise reader.malformed("the tenants of a usage are not in order")
-        rows.append(UsageRow(tenant, _four(numbers, 0), _four(numbers, 4), _four(numbers, 8), *numbers[12:]))
-        before = name
-    return UsageRecorded(
-        since_ms=since_ms,
-        until_ms=until_ms,
-        block_bytes=_four(block_bytes, 0),
-        rows=tuple(rows),
-        is_last=bool(flags & _LAST),
-    )
-
-
-def _four(numbers: Sequence[int], at: int) -> tuple[int, int, int, int]:
-    one, two, three, four = numbers[at : at + 4]
-    return one, two, three, four
 
 
 def _decode_migrated(reader: _Reader, table: list[bytes]) -> BlocksMigrated:

@@ -5,9 +5,7 @@
 namespace kvbm::bindings {
 namespace {
 
-nb::tuple numbers(const TierNumbers& values) {
-  return nb::make_tuple(values[0], values[1], values[2], values[3]);
-}
+nb::tuple numbers(const TierNumbers& values) { return nb::make_tuple(values[0], values[1], values[2], values[3]); }
 
 nb::list cut(UsageMeter& meter, std::uint64_t until_ms) {
   nb::list made;

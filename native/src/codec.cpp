@@ -17,7 +17,8 @@ constexpr std::uint8_t kMagic[4] = {'K', 'V', 'B', 'M'};
 constexpr std::uint8_t kFlagSlots = 1;
 constexpr std::uint8_t kFlagParent = 2;
 constexpr std::uint8_t kFlagKept = 4;
-constexpr std::uint8_t kFlagLast = 1;  // of a UsageRecorded
+constexpr std::uint8_t kFlagLast = 1;        // of a UsageRecorded
+constexpr std::size_t kMaxUsageRows = 1024;  // of one; kvbm/core/events.py has it too
 constexpr std::uint8_t kFromInstance = 255;
 
 // Encoded bytes of each kind of event, its kind included, before its variable part.
@@ -424,6 +425,10 @@ void FrameReader::read(UsageRecorded& event) {
     throw malformed(at_, "a usage ends before it begins");
   }
   const std::size_t rows = load<std::uint16_t>(fields.data() + 1);
+  if (rows > kMaxUsageRows) {
+    throw malformed(at_,
+                    "a usage of " + std::to_string(rows) + " rows; at most " + std::to_string(kMaxUsageRows) + " fit");
+  }
   Bytes before;
   for (std::size_t row = 0; row < rows; ++row) {
     const Bytes tenant = take(take(1)[0]);

@@ -17,7 +17,6 @@ from kvbm.core.errors import CatalogError, MissingExtraError, StreamError
 
 try:
     from starlette.applications import Starlette
-    from starlette.datastructures import QueryParams
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect, Request
@@ -38,11 +37,11 @@ from kvbm.catalog.edge.feed_response import FeedResponse
 from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, Gate, content_type
 from kvbm.catalog.edge.metrics import ROWS
 from kvbm.catalog.edge.prompt_answers import NOT_TOLD, PromptAnswers
+from kvbm.catalog.edge.usage_requests import usage_wanted
 from kvbm.catalog.edge.watch_requests import decode_watch
 from kvbm.catalog.follow.follower import FIRST, not_reached
 from kvbm.catalog.follow.forgetting import NotForgottenError
 from kvbm.catalog.service import CatalogService
-from kvbm.catalog.sql.usage import UsageWanted
 from kvbm.core.answers import (
     MAX_HASHES,
     MAX_INSTANCES,
@@ -69,12 +68,11 @@ from kvbm.core.answers import (
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
 from kvbm.core.prompt_batches import CONTENT_TYPE as BATCHES
-from kvbm.core.usage import begin_of_hour, end_of_hour, parse_time, time_text
+from kvbm.core.usage import time_text
 from kvbm.core.watch_events import WatchRequest
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
-USAGE_MS = 31 * 24 * 3_600_000  # that is told where nobody says from when
 THREAD_TOKENS = 16_384  # hashing more than this would keep other requests waiting
 _REFUSALS = {"unknown": "unknown_caller", "forbidden": "not_allowed"}  # as metrics count them
 R = TypeVar("R", bound=LookupRequest)
@@ -261,7 +259,7 @@ class _Api:
 
     async def usage(self, request: Request) -> Response:
         caller, asked = _caller(request), request.query_params
-        wanted = _usage_wanted(caller, asked)
+        wanted = usage_wanted(caller, asked)
         try:
             page = await self._service.store.usage(wanted)
             has_gaps = caller.sees_all and wanted.tenants is None and "next" not in asked
@@ -367,27 +365,6 @@ class _Api:
                     not_reached(instance, position, reached if caller.sees_all else None),
                     f"ask again, wait longer (timeout_s up to {MAX_WAIT_S:g}), or leave at_least out",
                 )
-
-
-def _usage_wanted(caller: Caller, asked: QueryParams) -> UsageWanted:
-    """Whose usage of what time is asked for, as far as the caller may know of it. Raises ApiError."""
-    now_ms = time.time_ns() // 1_000_000
-    times = {name: asked.get(name, "") for name in ("from", "to", "next")}
-    found = {name: parse_time(text) for name, text in times.items() if text}
-    if set(asked.keys()) - {*times, "tenant"} or None in found.values():
-        raise ApiError(
-            422,
-            "bad_usage",
-            f"{str(asked)[:200]!r} is no question about usage",
-            "give from=TIME, to=TIME (ISO 8601 or Unix seconds), and tenant=NAME, which may be repeated",
-        )
-    until_ms = end_of_hour(found.get("to") or now_ms)
-    since_ms = begin_of_hour(max(found.get("next") or 0, found.get("from") or max(0, until_ms - USAGE_MS)))
-    tenants = asked.getlist("tenant")[:MAX_POSITIONS] if "tenant" in asked else None
-    if not caller.sees_all:
-        own = caller.tenants or frozenset()
-        tenants = sorted(own if tenants is None else own.intersection(tenants))
-    return UsageWanted(since_ms, until_ms, None if tenants is None else tuple(tenants))
 
 
 def _caller(request: Request) -> Caller:

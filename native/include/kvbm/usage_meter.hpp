@@ -1,7 +1,7 @@
 // UsageMeter: how long blocks of each namespace were held and how many were put, by tier, from the frames of one
-// instance. Native implementation of ReadableMeter in kvbm/reference/usage_meter.py, which says what counts. Made empty,
-// told of each frame that the instance cuts, in order, and cut now and then. One thread at a time. Memory: some bytes a
-// namespace.
+// instance. Native implementation of ReadableMeter in kvbm/reference/usage_meter.py, which says what counts. Made
+// empty, told of each frame that the instance cuts, in order, and cut now and then. One thread at a time. Memory: some
+// bytes a namespace.
 #pragma once
 
 #include <array>
@@ -19,8 +19,8 @@ using TierNumbers = std::array<std::uint64_t, kTierCount>;
 
 // What blocks of a namespace have used.
 struct NamespaceUsage {
-  NamespaceId id;           // whose
-  TierNumbers block_ms{};   // blocks held, times milliseconds
+  NamespaceId id;            // whose
+  TierNumbers block_ms{};    // blocks held, times milliseconds
   TierNumbers put_blocks{};  // created there, or offloaded to it
 };
 
@@ -41,9 +41,9 @@ class UsageMeter {
  private:
   // One namespace.
   struct Entry {
-    NamespaceUsage used;     // since the last cut
-    TierNumbers held{};      // blocks it has now
-    TierNumbers settled{};   // the time passed up to which `used` has them
+    NamespaceUsage used;    // since the last cut
+    TierNumbers held{};     // blocks it has now
+    TierNumbers settled{};  // the time passed up to which `used` has them
   };
 
   static std::size_t number(Tier tier) noexcept { return static_cast<std::size_t>(tier); }
