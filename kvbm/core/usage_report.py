@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from kvbm.core.errors import LayoutError, MalformedFrameError
-from kvbm.core.events import UsageRecorded, UsageRow
+from kvbm.core.events import MAX_USAGE_ROWS, UsageRecorded, UsageRow
 from kvbm.core.ids import MAX_NAME_BYTES
 
 _HEAD = struct.Struct("<BHQQ4Q")  # behind the kind
