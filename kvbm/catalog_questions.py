@@ -1,5 +1,5 @@
-"""What people ask a running catalog on the command line: `kvbm-catalog lookup`, `route`, `who`, `instances` and
-`watch`.
+"""What people ask a running catalog on the command line: `kvbm-catalog lookup`, `route`, `who`, `instances`,
+`usage` and `watch`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from kvbm.core.answers import (
 )
 from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
+from kvbm.core.usage import csv_of, gap_lines, lines_of, parse_time
 from kvbm.core.watch_events import (
     BlockChange,
     BlockChanges,
@@ -50,7 +51,7 @@ from kvbm.files import read_small
 from kvbm.locate.base import Catalog
 from kvbm.locate.http import CatalogClient
 from kvbm.tenant_secrets import TenantSecrets
-from kvbm.terminal import as_json, plain, say
+from kvbm.terminal import as_json, plain, say, say_csv
 
 _WIDTH = 120  # of tables where standard output is no terminal
 _PROMPT_BYTES = 16 << 20  # of a file with a prompt
@@ -63,6 +64,11 @@ _PROMPT_HELP = """the prompt: token ids ("1,2,3"), hashes of its full blocks (32
 or - for standard input"""
 _NAMESPACE_HELP = """its id or the beginning of it, or its model; may be left out where the catalog knows only one. With
 `instances`, ids are in `--namespaces`"""
+
+
+_FROM_HELP = """hours that begin from here on: ISO 8601, in UTC where it says no zone, or Unix seconds (default: 31 days
+before the end)"""
+_TO_HELP = "hours that begin before (default: now)"
 
 
 class _Prompt(NamedTuple):
@@ -119,6 +125,17 @@ def add_questions(commands: Commands) -> None:
     instances.add_argument("name", metavar="NAME", nargs="?", help="only this one, with all that is known of it")
     instances.add_argument("--namespaces", action="store_true", help="the namespaces, with their ids, instead")
     _add_common(instances)
+    usage = add_command(
+        commands,
+        "usage",
+        "what tenants have used by clock hour: bytes held by tier, blocks put and read, tokens and GPU seconds saved",
+        "kvbm-catalog usage --from 2026-01-01 --to 2026-02-01 --csv",
+    )
+    usage.add_argument("--from", dest="since", type=time_of, default="", metavar="TIME", help=_FROM_HELP)
+    usage.add_argument("--to", dest="until", type=time_of, default="", metavar="TIME", help=_TO_HELP)
+    usage.add_argument("--tenant", action="append", metavar="NAME", help="only this one; may be given several times")
+    usage.add_argument("--csv", action="store_true", help="a line an hour and tenant, as kvbm-replay usage gives it")
+    _add_common(usage)
     watch = add_command(
         commands,
         "watch",
@@ -250,11 +267,31 @@ def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
         watch.close()
 
 
+def _usage(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
+    if not isinstance(client, CatalogClient):
+        raise ConfigError("usage is told by one catalog; give one --url: catalogs of one database have all of it")
+    report = client.usage(arguments.since, arguments.until, arguments.tenant)
+    if arguments.csv:
+        say_csv(csv_of(report.hours))
+        for line in gap_lines(report):
+            say(line, to=sys.stderr)
+    else:
+        _print(arguments, report, lambda: list(lines_of(report)))
+
+
+def time_of(text: str) -> str:
+    """A time that can be asked about; argparse names the option. Raises ArgumentTypeError."""
+    if parse_time(text) is None:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no time; give ISO 8601, or Unix seconds")
+    return text
+
+
 _QUESTIONS: dict[str, Ask] = {
     "lookup": _lookup,
     "route": _route,
     "who": _who,
     "instances": _instances,
+    "usage": _usage,
     "watch": _watch,
 }
 QUESTIONS = tuple(_QUESTIONS)

@@ -17,6 +17,8 @@ from kvbm.core.events import (
     ResidenciesListed,
     SnapshotEnded,
     StopReason,
+    UsageRecorded,
+    UsageRow,
 )
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, pack_slots
 
@@ -44,12 +46,32 @@ def packed_runs(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 
 @st.composite
+def usages(draw: st.DrawFn) -> UsageRecorded:
+    """What tenants have used; any numbers that fit, and any names."""
+    numbers = st.integers(0, 2**64 - 1)
+    four = st.tuples(numbers, numbers, numbers, numbers)
+    names = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=6)
+    tenants = sorted(draw(st.sets(names, max_size=3)), key=str.encode)
+    since_ms = draw(numbers)
+    return UsageRecorded(
+        since_ms=since_ms,
+        until_ms=draw(st.integers(since_ms, 2**64 - 1)),
+        block_bytes=draw(four),
+        rows=tuple(
+            UsageRow(name, draw(four), draw(four), draw(four), draw(numbers), draw(numbers), draw(numbers))
+            for name in tenants
+        ),
+        is_last=draw(st.booleans()),
+    )
+
+
+@st.composite
 def small_events(draw: st.DrawFn) -> Event:
     """Events of few hashes, slots and namespaces, so that they meet."""
     tier, namespace = draw(small_tiers), draw(owners)
     run, slots = draw(packed_runs())
     snapshot_ = draw(st.integers(0, 3))
-    match draw(st.integers(0, 19)):
+    match draw(st.integers(0, 20)):
         case 0:
             return InstanceStarted(
                 epoch=draw(st.sampled_from([-1, 0, 1, 2, 3, 2**64 - 1]).map(Epoch)),
@@ -72,6 +94,8 @@ def small_events(draw: st.DrawFn) -> Event:
             return BlocksEvicted(namespace=namespace, tier=tier, reason=EvictReason.TTL, hashes=run)
         case 12 | 13 | 14 | 15:
             return ResidenciesListed(namespace=namespace, tier=tier, snapshot=snapshot_, hashes=run, slots=slots)
+        case 20:
+            return draw(usages())
         case 16 | 17 | 18:
             return SnapshotEnded(tier=tier, snapshot=snapshot_, count=draw(st.integers(0, 6)))
         case _:

@@ -119,6 +119,7 @@ def _service_settings(
         replicas=settings.nats.replicas,
         liveness_s=settings.catalog.liveness_s,
         forget_s=settings.catalog.forget_s,
+        usage_keep_days=settings.catalog.usage_keep_days,
         used_s=settings.gc.used_s,
         tenant_secrets=settings.catalog.tenant_secrets,
         tenant_secrets_file=settings.catalog.tenant_secrets_file,

@@ -31,6 +31,7 @@ from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.follow.snapshots import ASK_AGAIN_S, SnapshotRequests
 from kvbm.catalog.follow.sql_writer import CLAIMS_EVERY_S, Numbering, SqlWriter, WriterOptions, numbering
 from kvbm.catalog.follow.upkeep import IndexUpkeep
+from kvbm.catalog.follow.usage_retention import keep_usage
 from kvbm.catalog.history.past import HistoryOptions, PastAnswers
 from kvbm.catalog.index.change_log import ChangeLog, RecordedIndex
 from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex
@@ -71,6 +72,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         listen: host:port; port 0 takes a free one. unix_socket: a path to listen on too; "" for none.
         connect_s: how long NATS and the database have to answer at the start.
         forget_s: an instance that is gone for so long, in time in which a catalog listens, is forgotten.
+        usage_keep_days: for so long SQL keeps what tenants have used.
         replicas: of the streams, if they are made here.
         store_every_s: pause between two transactions.
         used_s: a claim that SQL has is written again where it is newer by more than this.
@@ -103,6 +105,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1
     liveness_s: float = LIVENESS_S
     forget_s: float = FORGET_S
+    usage_keep_days: int = 400
     store_every_s: float = 0.1
     used_s: float = 0.0
     claims_every_s: float = CLAIMS_EVERY_S
@@ -387,6 +390,7 @@ class CatalogService:
             ("audit", self.upkeep.audit()),
             ("suspicion", self.requests.find_unended()),
             ("forget", self.forgetting.run()),
+            ("usage", keep_usage(self.store, self.settings.usage_keep_days)),
         ):
             self._spawn(name, work)
         for name, work in (("tell", self.sharing.tell()), ("listen", self.sharing.listen())):

@@ -243,6 +243,10 @@ class JournalSettings(SettingsGroup, frozen=True):
         waiting_bytes: room for events while the journal takes none; beyond it the epoch ends, the engine goes on, and
             another epoch begins when there is room again.
         in_memory: keep it in memory; then nothing outlives the process, and there is no NVME pool.
+        frame_version: the newest version of frames to write: 3 records what tenants use; 2 does not, and is read by
+            catalogs of before. Set it while catalogs are older than engines.
+        usage_every_s: how often what tenants use is recorded, on clock hours: a divisor of 3600. A crash loses what
+            came since.
     """
 
     fsync: Literal["off", "interval", "always"] = "off"
@@ -253,6 +257,8 @@ class JournalSettings(SettingsGroup, frozen=True):
     max_bytes: Amount = 0
     waiting_bytes: Annotated[int, Meta(ge=LEAST_EVENT_BYTES)] = 64 << 20
     in_memory: bool = False
+    frame_version: Literal[2, 3] = 3
+    usage_every_s: Literal[60, 300, 600, 900, 1200, 1800, 3600] = 3600
 
 
 class NatsSettings(SettingsGroup, frozen=True):
@@ -440,6 +446,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
         liveness_s: an instance not heard for this long is left out of answers.
         forget_s: an instance that has stopped, or is not heard, for this long is forgotten; only time in which a
             catalog listens counts.
+        usage_keep_days: for so many days the database keeps what tenants have used.
         tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
         tenant_secrets_file: the same in a TOML file, which is read anew when it changes, so that secrets can change
             without a restart.
@@ -468,6 +475,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
     database: str = ""
     liveness_s: Seconds = 3.5
     forget_s: Annotated[float, Meta(gt=_STREAM_KEEPS_S, extra={"rule": _FORGET})] = 604_800.0
+    usage_keep_days: Annotated[int, Meta(ge=1, le=36_500)] = 400
     parts: str = ""
     capacity: Count = 100_000_000
     checkpoints: str = ""

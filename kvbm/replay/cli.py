@@ -19,6 +19,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES
 from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.core.stays import NewStayFold
+from kvbm.core.usage import UsageReport, csv_of, gap_lines, parse_time
 from kvbm.files import FILE_MODE
 from kvbm.progress import allow_bars
 from kvbm.replay.cat import cat, followed
@@ -43,12 +44,13 @@ from kvbm.replay.serve import MAX_SPEED, OpenStream, serve
 from kvbm.replay.source import ARCHIVE_SUFFIX, FrameSource, SourceError
 from kvbm.replay.stat import stats_of
 from kvbm.replay.state import states_at
+from kvbm.replay.usage import UsageStretch, usage_of
 from kvbm.replay.verify import verify
 from kvbm.replay.whatif import POLICIES, ComputeCost, ReadTrace, read_accesses, what_if
 from kvbm.replay.whatif_states import what_if_states
 from kvbm.shells import SHELLS, completion
 from kvbm.streams.nats.credentials import Credentials
-from kvbm.terminal import as_json, plain, say, say_error, say_text
+from kvbm.terminal import as_json, plain, say, say_csv, say_error, say_text
 
 _LONGEST_S = 1e6
 _MOST_FINDINGS = 100  # in words; JSON has them all
@@ -134,6 +136,11 @@ _COMMANDS = {
     "tenants": _Command(
         "whose blocks fill which tier, at the end or at a time",
         "kvbm-replay tenants /archive --at 12:00\n  kvbm-replay tenants today --json",
+    ),
+    "usage": _Command(
+        "what tenants have used by clock hour: bytes held by tier, blocks put and read, tokens and GPU seconds saved",
+        "kvbm-replay usage /archive --from 2026-01-01 --to 2026-02-01 --csv\n"
+        "  kvbm-replay usage /archive --tenant acme --json -",
     ),
     "sql": _Command(
         "ask in SQL (DuckDB): history, residencies, events, instances, namespaces, tenants, pools, holes, "
@@ -254,6 +261,7 @@ def replay_parser(version: str) -> argparse.ArgumentParser:
     made["export"].add_argument("--blocks", action="store_true", help="one row a block instead of one row an event")
     _add_whatif(made["whatif"])
     add_arguments(made)
+    _add_usage(made["usage"])
     _add_serve(made["serve"])
     scripts = commands.add_parser(
         "completion",
@@ -377,6 +385,16 @@ def _add_whatif(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_usage(command: argparse.ArgumentParser) -> None:
+    times = "ISO 8601, in UTC where it says no zone, or Unix seconds"
+    command.add_argument(
+        "--from", dest="since", type=_time_ms, metavar="TIME", help=f"hours that begin from here on: {times}"
+    )
+    command.add_argument("--to", dest="until", type=_time_ms, metavar="TIME", help="hours that begin before")
+    command.add_argument("--tenant", action="append", metavar="NAME", help="only this one; may be given several times")
+    command.add_argument("--csv", action="store_true", help="a line an hour and tenant, as kvbm-catalog usage gives it")
+
+
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("--to", required=True, metavar="URL", help="nats://… of the test cluster")
     command.add_argument(
@@ -419,6 +437,14 @@ def _amount(text: str) -> float:
 
 def _speed(text: str) -> float:
     return MAX_SPEED if text == "max" else _amount(text)
+
+
+def _time_ms(text: str) -> int:
+    """Raises ArgumentTypeError."""
+    found = parse_time(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no time; give ISO 8601, or Unix seconds")
+    return found
 
 
 def _count(text: str) -> int:
@@ -571,6 +597,20 @@ def _export(arguments: argparse.Namespace, parts: Parts) -> int:
     return _end(report.findings, report.notes)
 
 
+def _usage(arguments: argparse.Namespace, parts: Parts) -> int:
+    if arguments.csv and arguments.json is not None:
+        raise SourceError("--csv and --json: give one of them")
+    source = _source(arguments, parts)
+    located = watched(source.read(parts.backend), source)
+    stretch = UsageStretch(since_ms=arguments.since, until_ms=arguments.until, tenants=arguments.tenant)
+    report = usage_of(source, parts.backend, stretch, arguments.instance, located)
+    if arguments.csv:
+        say_csv(csv_of(report.hours))
+        return _end(report.findings, [*report.notes, *gap_lines(UsageReport(gaps=report.gaps))])
+    _write(arguments.json, report, report.lines())
+    return _end(report.findings, report.notes)
+
+
 def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
     if parts.read_trace is None and arguments.source.endswith((".json", ".jsonl")):
         raise SourceError("nothing here can read a trace; give an archive with samples")
@@ -619,6 +659,7 @@ _RUN: dict[str, Callable[[argparse.Namespace, Parts], int]] = {
     "history": _history_command(run_history),
     **{name: _history_command(run) for name, run in _QUESTIONS.items()},
     "stat": _stat,
+    "usage": _usage,
     "state": _state,
     "verify": _verify,
     "diff": _diff,

@@ -18,6 +18,7 @@ from kvbm.core.events import (
     InstanceStopped,
     ResidenciesListed,
     SnapshotEnded,
+    UsageRecorded,
 )
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Offset, Tier, short, split_hashes, split_slots
 
@@ -140,6 +141,10 @@ def event_text(event: Event) -> str:
             return f"SnapshotEnded {event.tier.name} snapshot {event.snapshot} of {counted(event.count, 'block')}"
         case InstanceStopped():
             return f"InstanceStopped {event.reason.name.lower()}"
+        case UsageRecorded():
+            since, until = (time_text(ms * 1_000_000) for ms in (event.since_ms, event.until_ms))
+            last = ", the last" if event.is_last else ""
+            return f"UsageRecorded {since} to {until} of {counted(len(event.rows), 'tenant')}{last}"
         case _:
             assert_never(event)
 

@@ -498,6 +498,7 @@ def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -
             "/v1/blocks/{namespace}/{hash}",
             "/v1/instances",
             "/v1/namespaces",
+            "/v1/usage",
         ),
         "/v1/instances/{instance}/snapshot",
         "/v1/instances/{instance}",

@@ -32,6 +32,7 @@ _FOR_ROUTERS = frozenset(
         "/v1/checkpoint",
         "/v1/overview",
         "/v1/overview/feed",
+        "/v1/usage",
         "/openapi.json",
     }
 )

@@ -39,6 +39,7 @@ from kvbm.catalog.edge.overview import Overview
 from kvbm.catalog.edge.page import HEADERS, ToPage, page_files
 from kvbm.catalog.edge.prompt_answers import NOT_TOLD, PromptAnswers
 from kvbm.catalog.edge.routes import ROUTES, openapi
+from kvbm.catalog.edge.usage_requests import usage_wanted
 from kvbm.catalog.edge.watch_requests import decode_watch
 from kvbm.catalog.follow.follower import FIRST, not_reached
 from kvbm.catalog.follow.forgetting import NotForgottenError
@@ -58,9 +59,11 @@ from kvbm.core.answers import (
     ReadyWord,
     RouteRequest,
     SnapshotAnswer,
+    UsageAnswer,
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
 from kvbm.core.prompt_batches import CONTENT_TYPE as BATCHES
+from kvbm.core.usage import time_text
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
@@ -282,6 +285,18 @@ class _Api(HistoryHandlers):
         body = await _body(request)
         self._judge_again(request)
         return await self.history_of(request, body)
+
+    async def usage(self, request: Request) -> Response:
+        caller, asked = _caller(request), request.query_params
+        wanted = usage_wanted(caller, asked)
+        try:
+            page = await self._service.store.usage(wanted)
+            has_gaps = caller.sees_all and wanted.tenants is None and "next" not in asked
+            gaps = await self._service.store.usage_gaps(wanted) if has_gaps else []
+        except CatalogError as error:
+            raise ApiError(503, "no_usage", str(error), "ask again when the database is back") from None
+        going_on = "" if page.next_ms is None else time_text(page.next_ms)
+        return _json(UsageAnswer(hours=page.hours, gaps=gaps, next=going_on))
 
     async def status(self, request: Request) -> Response:
         ready = self._readiness(_caller(request))

@@ -28,6 +28,7 @@ from kvbm.core.answers import (
     RouteAnswer,
     RouteRequest,
     SnapshotAnswer,
+    UsageAnswer,
 )
 from kvbm.core.history_answers import (
     MOST_STEPS,
@@ -292,6 +293,20 @@ ROUTES = (
         "application/vnd.apache.arrow.stream.",
         errors=(400, 408, 413, *_PAST_ERRORS),
         examples={"count": {"value": {"question": "SELECT tier, count(*) AS blocks FROM residencies GROUP BY tier"}}},
+    ),
+    ApiRoute(
+        path="/v1/usage",
+        handler="usage",
+        gives=UsageAnswer,
+        errors=(422, 503),
+        summary="What tenants have used, by clock hour: those that begin from `from` to before `to`, by default of 31 "
+        "days until now. Where the answer has `next`, ask again with it.",
+        asks={
+            "from": {"type": "string"},
+            "to": {"type": "string"},
+            "tenant": {"type": "array", "items": {"type": "string"}, "maxItems": MAX_POSITIONS},
+            "next": {"type": "string"},
+        },
     ),
     ApiRoute(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
     ApiRoute(

@@ -90,6 +90,9 @@ class Fold {
   void apply(const InstanceStopped&, std::uint32_t, Where&&, Listener&) {
     stopped_ = true;
   }
+  // It changes nothing that is held.
+  template <Legality kLegality, class Where, class Listener>
+  void apply(const UsageRecorded&, std::uint32_t, Where&&, Listener&) {}
   // Says that events were missed: every tier is suspect until a completed snapshot begins and ends from here on.
   void miss_events() noexcept;
 
@@ -104,6 +107,7 @@ class Fold {
   void check(const ResidenciesListed& event);
   void check(const SnapshotEnded& event) const;
   void check(const InstanceStopped&) const {}
+  void check(const UsageRecorded&) const {}
   // Any event but a start, by its number in Event: the epoch has begun and not stopped.
   void check_open(std::size_t event) const {
     if (epoch_.is_zero() || stopped_) [[unlikely]] {
