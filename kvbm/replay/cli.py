@@ -5,12 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
-
-import msgspec
+from typing import NamedTuple
 
 from kvbm.catalog.index.cluster_index import NewIndex
 from kvbm.core.ages import NewAges
@@ -20,13 +17,12 @@ from kvbm.core.ids import HASH_BYTES
 from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.core.stays import NewStayFold
 from kvbm.core.usage import UsageReport, csv_of, gap_lines, parse_time
-from kvbm.files import FILE_MODE
 from kvbm.progress import allow_bars
 from kvbm.replay.cat import cat, followed
 from kvbm.replay.compare_catalog import AskCatalog, CatalogComparison
 from kvbm.replay.diff import diff
 from kvbm.replay.export import DecodeColumns, export
-from kvbm.replay.findings import ReplayFinding, exit_code
+from kvbm.replay.findings import exit_code
 from kvbm.replay.format import END, parse_at
 from kvbm.replay.history_cli import (
     HistoryParts,
@@ -39,6 +35,7 @@ from kvbm.replay.history_cli import (
 )
 from kvbm.replay.history_manifest import HistoryManifest
 from kvbm.replay.opening import OPEN, open_source
+from kvbm.replay.output import MOST_FINDINGS, check_found, check_json, end, listed, opened, write
 from kvbm.replay.progress import watched
 from kvbm.replay.serve import MAX_SPEED, OpenStream, serve
 from kvbm.replay.source import ARCHIVE_SUFFIX, FrameSource, SourceError
@@ -50,10 +47,9 @@ from kvbm.replay.whatif import POLICIES, ComputeCost, ReadTrace, read_accesses, 
 from kvbm.replay.whatif_states import what_if_states
 from kvbm.shells import SHELLS, completion
 from kvbm.streams.nats.credentials import Credentials
-from kvbm.terminal import as_json, plain, say, say_csv, say_error, say_text
+from kvbm.terminal import say_csv, say_error, say_text
 
 _LONGEST_S = 1e6
-_MOST_FINDINGS = 100  # in words; JSON has them all
 _CLUSTER = "local"
 _CAPACITY = 1_000_000_000  # of a rebuilt index: all there is
 _SOURCES = """\
@@ -65,7 +61,6 @@ SOURCE is one of
   the live stream         nats://127.0.0.1:4222   (read up to where it ends now)
 """
 _QUESTIONS = {"why": run_why, "changes": run_changes, "tenants": run_tenants, "sql": run_sql}
-_BEGINNINGS = (b'{\n  "source": ', b'{\n  "a": ', b'{"instance":')  # of what --json writes
 _ENDS = "\nIt returns 0 when all is well, 1 with findings, 2 when the input cannot be used.\n"
 
 
@@ -199,7 +194,7 @@ def main(argv: Sequence[str], parts: Parts) -> int:
     if getattr(arguments, "reference", False) and parts.readable is not None:
         parts = parts.readable()._replace(ask=parts.ask, read_trace=parts.read_trace, credentials=parts.credentials)
     try:
-        _check_json(arguments.json)
+        check_json(arguments.json)
         return _RUN[arguments.command](arguments, parts)
     except KvbmError as error:
         say_error("kvbm-replay", error)
@@ -501,7 +496,7 @@ def _cat(arguments: argparse.Namespace, parts: Parts) -> int:
     else:
         source = _source(arguments, parts)
         located = watched(source.read(parts.backend), source)
-    with _opened(arguments.json) as file:
+    with opened(arguments.json) as file:
         findings, notes = cat(
             located,
             file or sys.stdout,
@@ -512,16 +507,16 @@ def _cat(arguments: argparse.Namespace, parts: Parts) -> int:
             arguments.hash or "",
             arguments.follow,
         )
-    return _end(findings, notes)
+    return end(findings, notes)
 
 
 def _stat(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
     stats = stats_of(source, parts.backend, parts.fold, parts.new_ages, arguments.instance, located)
-    _check_found(arguments.instance, stats.instances)
-    _write(arguments.json, stats, stats.lines())
-    return _end(stats.findings, stats.notes)
+    check_found(arguments.instance, stats.instances)
+    write(arguments.json, stats, stats.lines())
+    return end(stats.findings, stats.notes)
 
 
 def _state(arguments: argparse.Namespace, parts: Parts) -> int:
@@ -529,10 +524,10 @@ def _state(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
     states = states_at(source, at, parts.backend, parts.fold, arguments.instance, arguments.blocks, located)
-    _check_found(arguments.instance, states.instances)
+    check_found(arguments.instance, states.instances)
     lists = arguments.json is None  # else the file has the blocks
-    _write(arguments.json, states, (line for state in states.instances for line in state.lines(lists)))
-    return _end(states.findings, states.notes)
+    write(arguments.json, states, (line for state in states.instances for line in state.lines(lists)))
+    return end(states.findings, states.notes)
 
 
 def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
@@ -546,12 +541,12 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
     located = watched(source.read(parts.backend), source)
     verified = verify(source, parts.backend, parts.fold, arguments.instance, located, against)
     if not verified.instances and not verified.findings:
-        _check_found(arguments.instance, [])
-    lines = [*verified.notes, f"{verified.verdict()} ({verified.fold} fold)", *_listed(verified.findings)]
+        check_found(arguments.instance, [])
+    lines = [*verified.notes, f"{verified.verdict()} ({verified.fold} fold)", *listed(verified.findings)]
     asked = verified.catalog
     if asked is not None:
-        lines += [*asked.notes, asked.verdict(), *(f"  {one.sentence()}" for one in asked.differences[:_MOST_FINDINGS])]
-    _write(arguments.json, verified, lines)
+        lines += [*asked.notes, asked.verdict(), *(f"  {one.sentence()}" for one in asked.differences[:MOST_FINDINGS])]
+    write(arguments.json, verified, lines)
     code = exit_code(verified.findings)
     return 1 if asked is not None and (asked.differences or not asked.compared) else code
 
@@ -559,7 +554,7 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
 def _diff(arguments: argparse.Namespace, parts: Parts) -> int:
     a, b = (_open(name, arguments, parts) for name in (arguments.a, arguments.b))
     report = diff(a, b, parts.backend, arguments.instance)
-    _write(arguments.json, report, report.lines())
+    write(arguments.json, report, report.lines())
     return 1 if report.divergences else 0
 
 
@@ -583,8 +578,8 @@ def _rebuild(arguments: argparse.Namespace, parts: Parts) -> int:
         is_own_stream=is_own_stream,
     )
     report = rebuild(source, options, parts.backend, parts.new_index, connect)
-    _write(arguments.json, report, report.lines())
-    return _end(report.findings, report.notes) or (1 if report.suspect else 0)
+    write(arguments.json, report, report.lines())
+    return end(report.findings, report.notes) or (1 if report.suspect else 0)
 
 
 def _export(arguments: argparse.Namespace, parts: Parts) -> int:
@@ -593,8 +588,8 @@ def _export(arguments: argparse.Namespace, parts: Parts) -> int:
     report = export(
         source, arguments.target, parts.backend, parts.decode_columns, arguments.instance, arguments.blocks, located
     )
-    _write(arguments.json, report, report.lines())
-    return _end(report.findings, report.notes)
+    write(arguments.json, report, report.lines())
+    return end(report.findings, report.notes)
 
 
 def _usage(arguments: argparse.Namespace, parts: Parts) -> int:
@@ -606,9 +601,9 @@ def _usage(arguments: argparse.Namespace, parts: Parts) -> int:
     report = usage_of(source, parts.backend, stretch, arguments.instance, located)
     if arguments.csv:
         say_csv(csv_of(report.hours))
-        return _end(report.findings, [*report.notes, *gap_lines(UsageReport(gaps=report.gaps))])
-    _write(arguments.json, report, report.lines())
-    return _end(report.findings, report.notes)
+        return end(report.findings, [*report.notes, *gap_lines(UsageReport(gaps=report.gaps))])
+    write(arguments.json, report, report.lines())
+    return end(report.findings, report.notes)
 
 
 def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
@@ -617,11 +612,11 @@ def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
     accesses = read_accesses(arguments.source, parts.read_trace or (lambda path: ()), arguments.block_tokens)
     if arguments.states:
         found = what_if_states(accesses, arguments.states, arguments.capacity, arguments.state_slots)
-        _write(arguments.json, found, found.lines())
+        write(arguments.json, found, found.lines())
         return 0
     cost = ComputeCost(arguments.prefill_rate, arguments.attention_doubles)
     report = what_if(accesses, arguments.policy, arguments.capacity, arguments.tiers, cost)
-    _write(arguments.json, report, report.lines())
+    write(arguments.json, report, report.lines())
     return 0
 
 
@@ -639,17 +634,17 @@ def _serve(arguments: argparse.Namespace, parts: Parts) -> int:
         arguments.anyway,
         arguments.instance,
     )
-    _write(arguments.json, report, report.lines())
-    return _end(report.findings, report.notes)
+    write(arguments.json, report, report.lines())
+    return end(report.findings, report.notes)
 
 
 def _history_command(
     run: Callable[[argparse.Namespace, HistoryParts], HistoryManifest],
 ) -> Callable[[argparse.Namespace, Parts], int]:
     def command(arguments: argparse.Namespace, parts: Parts) -> int:
-        taken = HistoryParts(parts.backend, parts.new_stays, lambda: _source(arguments, parts), _write)
+        taken = HistoryParts(parts.backend, parts.new_stays, lambda: _source(arguments, parts), write)
         history = run(arguments, taken)
-        return _end(history.findings, history.notes)
+        return end(history.findings, history.notes)
 
     return command
 
@@ -692,72 +687,3 @@ def _connect(url: str, arguments: argparse.Namespace, parts: Parts, makes: bool)
 
     credentials = _credentials(arguments, parts)
     return lambda: NatsStream.connect(url, arguments.timeout, credentials=credentials, makes=makes)
-
-
-# -- words ------------------------------------------------------------------------------------------------------------
-
-
-def _check_found(instance: str | None, found: Sequence[object]) -> None:
-    if instance is not None and not found:
-        raise SourceError(f"no frame of instance {instance!r} is there; kvbm-replay stat lists the instances")
-
-
-def _check_json(name: str | None) -> None:
-    """Refuse to write over what is no JSON of this command's. Raises SourceError."""
-    if name is None or name == "-" or not os.path.isfile(name):
-        return  # _opened says what is wrong with it; a device or a pipe holds nothing
-    try:
-        with open(name, "rb") as file:
-            head = file.read(max(map(len, _BEGINNINGS)))
-    except OSError as error:
-        raise SourceError(
-            f"--json {name} cannot be read ({error.strerror}), and is there already; give another file"
-        ) from None
-    if head and not head.startswith(_BEGINNINGS):
-        raise SourceError(
-            f"--json {name} is there already and was not written by kvbm-replay: it stays as it is; give another file, "
-            "or remove it"
-        )
-
-
-@contextmanager
-def _opened(name: str | None) -> Iterator[TextIO | None]:
-    """The file JSON goes to, if any. Raises SourceError: it cannot be written."""
-    if name is None or name == "-":
-        yield sys.stdout if name else None
-        return
-    try:
-        file = open(  # noqa: SIM115 - closed below; a device or a pipe is as good
-            name, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, FILE_MODE)
-        )
-    except OSError as error:
-        raise SourceError(
-            f"--json {name} cannot be written ({error.strerror}); give a file in a folder that is there"
-        ) from None
-    with file:
-        yield file
-
-
-def _write(name: str | None, report: msgspec.Struct, lines: Iterable[str]) -> None:
-    with _opened(name) as file:
-        if file is not None:
-            file.write(as_json(report, indent=2) + "\n")
-    if name != "-":
-        sys.stdout.writelines(f"{plain(line)}\n" for line in lines)
-    sys.stdout.flush()
-
-
-def _listed(findings: Sequence[ReplayFinding]) -> Iterator[str]:
-    for finding in findings[:_MOST_FINDINGS]:
-        yield f"  {finding.sentence()}"
-    if len(findings) > _MOST_FINDINGS:
-        yield f"  … and {len(findings) - _MOST_FINDINGS:,} more; --json FILE has them all"
-
-
-def _end(findings: Sequence[ReplayFinding], notes: Sequence[str]) -> int:
-    """Say what was met on the way; the exit code is that of the findings."""
-    for note in notes:
-        say(f"kvbm-replay: {note}", to=sys.stderr)
-    for line in _listed(findings):
-        say(f"kvbm-replay:{line[1:]}", to=sys.stderr)
-    return exit_code(findings)
