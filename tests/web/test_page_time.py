@@ -57,7 +57,8 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Past]:
     flags = {"catalog.archive": str(folder / "archive"), "catalog.history": str(folder / "history")}
     loaded = load_settings(flags=flags)
     with ExitStack() as opened:
-        site = WebSite(folder / "site", opened, archive=loaded.catalog.archive, history=history_options(loaded))
+        more = {"archive": loaded.catalog.archive, "history": history_options(loaded), "liveness_s": 10 * WAIT_S}
+        site = WebSite(folder / "site", opened, **more)
         begin_s = int(time.time()) - 10 * STEP_S
         steps = iter(range(begin_s, begin_s + 10 * STEP_S, STEP_S))
         one, two = Instance(site.server.url, CLUSTER, "one"), Instance(site.server.url, CLUSTER, "two")
@@ -130,7 +131,7 @@ def test_a_hole_is_shown_as_a_hole(slider: Browser, past: Past) -> None:
     slider.until(lambda: slider.all("#time .hole"), "the slider draws no hole")
     move(slider, past.at(4))
     slider.reads("Holes 1 events are missing here")
-    slider.reads("events are missing, since")
+    slider.reads("1 event missing, since")
     assert {row[0]: row[1] for row in slider.rows("Instances")}["two"] == "suspect"
     move(slider, past.at(1))
     slider.reads("Nothing is missing from the archive at this moment")

@@ -86,4 +86,4 @@ export const WHY_MISSED = {
   not_held: "not held",
 };
 
-export const by = (words, n, one, many) => `${count(n)} ${n === 1 ? one : many || `${one}s`}${words || ""}`;
+export const many = (n, one) => `${count(n)} ${one}${n === 1 ? "" : "s"}`;

@@ -1,6 +1,6 @@
 // The cluster as the catalog tells it: now, kept by a feed, or as of a moment of the history.
 
-import { TIERS } from "./format.js";
+import { TIERS, many } from "./format.js";
 
 const SAMPLES = 180; // of what is drawn over time; a page that is open for a day keeps no more
 
@@ -104,7 +104,7 @@ export function asOf(answer) {
   const byName = new Map(rows.map((row) => [row.instance, row]));
   for (const hole of answer.holes) {
     const row = byName.get(hole.instance);
-    if (row) { row.suspect = 1; row.suspicion = `${hole.events} events are missing from the archive: what it held then is not certain`; }
+    if (row) { row.suspect = 1; row.suspicion = `${many(hole.events, "event")} missing from the archive: what it held then is not certain`; }
   }
   rows.forEach(derive);
   const tiers = answer.tiers.map((tier) => {

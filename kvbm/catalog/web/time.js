@@ -2,7 +2,7 @@
 
 import { AskError, Newest, ask, question } from "./api.js";
 import { h, s, replace, setText, setClass } from "./dom.js";
-import { clock, moment } from "./format.js";
+import { clock, many, moment } from "./format.js";
 
 const EVERY_MS = 15000;
 const STEP_MS = 1000;
@@ -79,7 +79,7 @@ export class Time {
     line.steps.forEach((step, at) => { path += `L${place(parse(step.time)).toFixed(1)} ${(22 - (20 * sums[at]) / top).toFixed(1)}`; });
     const holes = line.holes.slice(-MOST_MARKS).map((hole) => {
       const begin = Math.max(0, place(hole.since === null ? from : parse(hole.since))), end = Math.min(1000, place(parse(hole.until)));
-      return s("g", { class: "hole" }, s("title", null, `${hole.instance}: ${hole.events} events are missing`), s("rect", { class: "gap", x: begin, y: 0, width: Math.max(1.5, end - begin), height: 5 }), s("line", { class: "gap-line", x1: begin, x2: begin, y1: 0, y2: 22 }));
+      return s("g", { class: "hole" }, s("title", null, `${hole.instance}: ${many(hole.events, "event")} missing`), s("rect", { class: "gap", x: begin, y: 0, width: Math.max(1.5, end - begin), height: 5 }), s("line", { class: "gap-line", x1: begin, x2: begin, y1: 0, y2: 22 }));
     });
     const marks = (list, kind) => list.slice(-MOST_MARKS).map((one) => s("line", { class: kind, x1: place(parse(one.time)), x2: place(parse(one.time)), y1: 17, y2: 22 }));
     replace(this.drawing, s("path", { class: "held", d: `${path}L1000 22Z` }), marks(line.starts, "start"), marks(line.stops, "stop"), holes);

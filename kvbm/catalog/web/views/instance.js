@@ -1,7 +1,7 @@
 import { AskError, Newest, ask, question } from "../api.js";
 import { histogram, small } from "../charts.js";
 import { h, replace } from "../dom.js";
-import { EXCLUDED, bytes, count, isNumber, percent, seconds, share, short, told } from "../format.js";
+import { EXCLUDED, bytes, count, isNumber, many, percent, seconds, share, short, told } from "../format.js";
 import { iso } from "../time.js";
 
 const AGAIN_MS = 2000;
@@ -106,7 +106,7 @@ export class Instance {
     return h("section", { class: "panel", "aria-label": "Epochs" }, h("h2", null, "Epochs"), h("div", { class: "scroll tall" }, small([["Epoch", "num"], ["Began (UTC)"], ["Last frame"], ["Stopped"], ["Engine"]], rows, "None.")), this.holes(past.holes));
   }
 
-  holes(list) { return list.length ? h("ul", { class: "notes" }, list.slice(0, 50).map((hole) => h("li", { class: "bad hole" }, `Hole in epoch ${hole.epoch}: ${count(hole.events)} events from offset ${count(hole.first_offset)} are missing, ${hole.since ? told(hole.since) : "from the beginning"} to ${told(hole.until)}`))) : null; }
+  holes(list) { return list.length ? h("ul", { class: "notes" }, list.slice(0, 50).map((hole) => h("li", { class: "bad hole" }, `Hole in epoch ${hole.epoch}: ${many(hole.events, "event")} from offset ${count(hole.first_offset)} missing, ${hole.since ? told(hole.since) : "from the beginning"} to ${told(hole.until)}`))) : null; }
 
   drawPast(past) {
     const parts = past.instances.map((one) => h("section", { class: "panel", "aria-label": "Pools" }, h("header", null, h("h2", null, `Then: epoch ${one.epoch}, ${one.state}${one.stopped ? ` (${one.stopped})` : ""}`), h("span", { class: "dim" }, `began ${told(one.began)}, last frame ${told(one.last_frame)}`)),

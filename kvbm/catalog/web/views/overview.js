@@ -1,6 +1,6 @@
 import { histogram, small, spark } from "../charts.js";
 import { h, replace, setText } from "../dom.js";
-import { EXCLUDED, TIERS, WHY_MISSED, bytes, count, isNumber, median, percent, seconds, share, short } from "../format.js";
+import { EXCLUDED, TIERS, WHY_MISSED, bytes, count, isNumber, many, median, percent, seconds, share, short } from "../format.js";
 import { Table, paintBar, paintState } from "../table.js";
 
 const CHIPS = [["is:live", "Live"], ["is:excluded", "Left out"], ["is:suspect", "Suspect"], ["is:trouble", "In trouble"]];
@@ -45,7 +45,7 @@ export class Overview {
       { key: "epoch", label: "Epoch", width: "56px", num: true, value: (row) => row.epoch, text: (row) => count(row.epoch) },
       { key: "place", label: "Place", title: "Topology, outermost first", width: "minmax(130px, 1.1fr)", value: (row) => row.place, text: (row) => row.place || "–" },
       { key: "note", label: "Why left out, trouble, suspicion", width: "minmax(140px, 1.5fr)", value: (row) => note(row, 0), text: (row) => note(row, nowMs()) },
-    ], { name: "Instances", open: (row) => app.go(`instance/${encodeURIComponent(row.instance)}`), sort: "instance", empty: "No instance is known.", mark: (row) => (row.excluded || row.state === "stopped" || row.state === "ended" ? "off" : ""), counted: (shown, all) => setText(this.counted, shown === all ? `${count(all)} instances` : `${count(shown)} of ${count(all)} instances`) });
+    ], { name: "Instances", open: (row) => app.go(`instance/${encodeURIComponent(row.instance)}`), sort: "instance", empty: "No instance is known.", mark: (row) => (row.excluded || row.state === "stopped" || row.state === "ended" ? "off" : ""), counted: (shown, all) => setText(this.counted, shown === all ? `${many(all, "instance")}` : `${count(shown)} of ${many(all, "instance")}`) });
     this.detail = h("div", { class: "cols" },
       h("section", { class: "panel", "aria-label": "Tiers" }, h("h2", null, "Tiers"), this.tiers, h("h2", { class: "sub" }, "Ages at hit and at eviction"), this.ages),
       h("section", { class: "panel", "aria-label": "Event stream" }, h("h2", null, "Event stream"), this.stream),
@@ -148,7 +148,7 @@ export class Overview {
     replace(this.ages, h("p", { class: "dim" }, "Ages are counted from heartbeats, of now alone."));
     replace(this.stream, h("p", { class: "dim" }, "Lag and gaps are of now alone. What the archive lacks is to the right."));
     replace(this.trouble, seen.holes.length
-      ? h("ul", { class: "notes" }, seen.holes.slice(0, 12).map((hole) => h("li", { class: "hole" }, h("a", { href: `#/instance/${encodeURIComponent(hole.instance)}` }, hole.instance), `: ${count(hole.events)} events are missing, ${hole.since ? `since ${hole.since.slice(11, 19)}` : "from the beginning"} to ${hole.until.slice(11, 19)}`)))
+      ? h("ul", { class: "notes" }, seen.holes.slice(0, 12).map((hole) => h("li", { class: "hole" }, h("a", { href: `#/instance/${encodeURIComponent(hole.instance)}` }, hole.instance), `: ${many(hole.events, "event")} missing, ${hole.since ? `since ${hole.since.slice(11, 19)}` : "from the beginning"} to ${hole.until.slice(11, 19)}`)))
       : h("p", { class: "dim" }, "Nothing is missing from the archive at this moment."));
     replace(this.missed);
   }

@@ -1,7 +1,7 @@
 import { Newest, ask } from "../api.js";
 import { small } from "../charts.js";
 import { h, replace } from "../dom.js";
-import { EXCLUDED, by, count, seconds } from "../format.js";
+import { EXCLUDED, count, many, seconds } from "../format.js";
 import { PromptForm } from "../prompts.js";
 
 const PARTS = [["recompute", "recompute_s", "computing what is missing"], ["fetch", "fetch_s", "fetching blocks"], ["queueing", "queueing_s", "waiting"], ["balance", "balance_s", "what was sent there lately"]];
@@ -9,8 +9,8 @@ const PARTS = [["recompute", "recompute_s", "computing what is missing"], ["fetc
 // Why the first is the first, of the parts of its price and the next one's.
 export function why(answer) {
   const [best, next] = answer.ranked, { blocks } = answer;
-  const has = best.depth ? `it need not compute ${count(best.depth)} of ${by("", blocks, "block")}${best.fetch_blocks ? `, of which it fetches ${count(best.fetch_blocks)}${best.peer_blocks ? ` (${count(best.peer_blocks)} from other instances, most from ${best.peer})` : ""}` : ""}` : "it has nothing of the prompt";
-  const first = `${best.instance} costs ${seconds(best.cost_s)}: ${has}, and computes ${by("", best.missing_tokens, "token")}.`;
+  const has = best.depth ? `it need not compute ${count(best.depth)} of ${many(blocks, "block")}${best.fetch_blocks ? `, of which it fetches ${count(best.fetch_blocks)}${best.peer_blocks ? ` (${count(best.peer_blocks)} from other instances, most from ${best.peer})` : ""}` : ""}` : "it has nothing of the prompt";
+  const first = `${best.instance} costs ${seconds(best.cost_s)}: ${has}, and computes ${many(best.missing_tokens, "token")}.`;
   if (!next) return `${first} Nobody else was considered.`;
   const gap = next.cost_s - best.cost_s;
   if (gap <= 1e-9) return `${first} ${next.instance} costs the same: between equals the one to whom least waits, then the name decides.`;

@@ -1,6 +1,6 @@
 import { Newest, ask } from "../api.js";
 import { h, replace, setText } from "../dom.js";
-import { bytes, count, percent, share, short } from "../format.js";
+import { bytes, count, many, percent, share, short } from "../format.js";
 import { tenantsOf } from "../model.js";
 import { Table, paintBar } from "../table.js";
 
@@ -25,7 +25,7 @@ export class Tenants {
       { key: "found", label: "Hit blocks", width: "86px", num: true, value: (row) => row.found ?? null, text: (row) => short(row.found) },
       { key: "namespaces", label: "Namespaces", width: "92px", num: true, value: (row) => row.namespaces ?? null, text: (row) => count(row.namespaces) },
       { key: "instances", label: "Instances", width: "82px", num: true, value: (row) => row.instances, text: (row) => count(row.instances) },
-    ], { name: "Tenants", sort: "tenant", empty: "No tenant is known.", counted: (shown, all) => setText(this.counted, `${shown === all ? "" : `${count(shown)} of `}${count(all)} tenants`) });
+    ], { name: "Tenants", sort: "tenant", empty: "No tenant is known.", counted: (shown, all) => setText(this.counted, `${shown === all ? "" : `${count(shown)} of `}${many(all, "tenant")}`) });
     this.node = h("div", { class: "view" }, h("section", { class: "panel grow", "aria-label": "Tenants" }, h("header", null, h("h2", null, "Tenants"), h("div", { class: "filters" }, this.search, this.counted)), this.table.node, this.note));
     this.asking = new Newest((answer) => { this.byTier = tenantsOf(answer.tenants); this.merge(); }, () => { this.byTier = null; });
   }
