@@ -36,8 +36,8 @@ RUN_TESTS = -m pytest
 SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
-.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-web test-objects \
-  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick \
+.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-web \
+  test-objects smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick \
   vllm-next-check pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup \
   fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 

@@ -27,8 +27,8 @@ sys.path.insert(0, str(ROOT))
 from kvbm import catalog_cli, cli  # noqa: E402
 from kvbm.catalog.answers import prompts, routed  # noqa: E402
 from kvbm.catalog.edge import api, instance_detail, prompt_answers  # noqa: E402
-from kvbm.catalog.edge.routes import openapi  # noqa: E402
 from kvbm.catalog.edge.metrics import ROWS  # noqa: E402
+from kvbm.catalog.edge.routes import openapi  # noqa: E402
 from kvbm.config import ENVIRONMENT_PREFIX, Settings, SourceSettings, TenantSettings, default_lines  # noqa: E402
 from kvbm.config.bounds import Bounds, bounds_of, shown  # noqa: E402
 from kvbm.core import answers, overview  # noqa: E402
@@ -300,10 +300,7 @@ def http_page() -> str:
     """Every path of the catalog's HTTP side, with its requests, answers and errors."""
     spec = openapi()
     structs = {
-        name: kind
-        for module in (answers, overview)
-        for name, kind in vars(module).items()
-        if isinstance(kind, type)
+        name: kind for module in (answers, overview) for name, kind in vars(module).items() if isinstance(kind, type)
     }
     schemas = spec["components"]["schemas"]
     parts, used = [], []

@@ -314,9 +314,7 @@ ROUTES = (
     ),
     ApiRoute(path="/metrics", handler="metrics", summary="Prometheus metrics.", media_type="text/plain"),
     ApiRoute(path="/ui", handler="to_page", summary="Where the page is.", media_type="text/html"),
-    ApiRoute(
-        path="/ui/{file:path}", handler="page", summary="The page's files.", media_type="text/html", errors=(404,)
-    ),
+    ApiRoute(path="/ui/{file}", handler="page", summary="The page's files.", media_type="text/html", errors=(404,)),
     ApiRoute(path="/openapi.json", handler="openapi", summary="This description."),
     ApiRoute(path="/", handler="status", summary="What this is."),
 )

@@ -43,6 +43,8 @@ class App {
     for (const skip of document.querySelectorAll("[data-skip]")) skip.addEventListener("click", (event) => { event.preventDefault(); this.focus(skip.dataset.skip); });
     document.addEventListener("keydown", (event) => this.key(event));
     window.addEventListener("hashchange", () => this.route());
+    window.addEventListener("pagehide", () => { this.isLeft = true; });
+    window.addEventListener("pageshow", () => { this.isLeft = false; });
     this.route();
     this.follow();
   }
@@ -140,12 +142,19 @@ class App {
     }
   }
 
-  // A page that nobody sees asks for nothing after a while: browsers keep few connections to one server.
+  // A page that nobody sees asks for nothing after a while, and one that was left at once, though the browser keeps it
+  // for its button back: browsers open few connections to one server.
   inSight() {
-    if (!document.hidden) return null;
+    if (!document.hidden && !this.isLeft) return null;
     return new Promise((resolve) => {
-      const look = () => { if (!document.hidden) { document.removeEventListener("visibilitychange", look); resolve(); } };
+      const look = () => {
+        if (document.hidden || this.isLeft) return;
+        document.removeEventListener("visibilitychange", look);
+        window.removeEventListener("pageshow", look);
+        resolve();
+      };
       document.addEventListener("visibilitychange", look);
+      window.addEventListener("pageshow", look);
     });
   }
 
@@ -153,8 +162,13 @@ class App {
     let timer = 0;
     const look = () => { clearTimeout(timer); if (document.hidden) timer = setTimeout(work, HIDDEN_MS); };
     document.addEventListener("visibilitychange", look);
+    window.addEventListener("pagehide", work);
     look();
-    return () => { clearTimeout(timer); document.removeEventListener("visibilitychange", look); };
+    return () => {
+      clearTimeout(timer);
+      document.removeEventListener("visibilitychange", look);
+      window.removeEventListener("pagehide", work);
+    };
   }
 
   onLive() {
