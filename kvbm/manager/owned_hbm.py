@@ -94,15 +94,15 @@ class Manager(BlockManager):
                 prefix = self._loads.bring(waiter, planned, reachable, self._wait_s if wait_s is None else wait_s)
             if hashes < self._sampled_below:
                 self._sample(namespace, hashes, prefix.depth)
+            if span is not None:
+                wanted, said = len(hashes) // HASH_BYTES, waiter.found.depth + waiter.said
+                end_request(span, wanted, prefix.depth, max(said, prefix.depth), prefix.hits, waiter.why)
         except BaseException:  # a signal's handler may raise anything anywhere
             if waiter is not None:
                 self._loads.abandon(waiter)
             if span is not None:
                 span.end({"outcome": "given_up"})
             raise
-        if span is not None:
-            wanted, said = len(hashes) // HASH_BYTES, waiter.found.depth + waiter.said
-            end_request(span, wanted, prefix.depth, max(said, prefix.depth), prefix.hits, waiter.why)
         return prefix
 
     def allocate(self, count: int, namespace: NamespaceId | None = None) -> list[int] | None:
