@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hypothesis import strategies as st
 
+from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import (
     BlocksCreated,
     BlocksEvicted,
@@ -20,7 +23,7 @@ from kvbm.core.events import (
     UsageRecorded,
     UsageRow,
 )
-from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, pack_slots
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier, pack_slots
 
 HASHES = [SequenceHash(bytes([number]) * 16) for number in range(12)]
 OWNERS = [NamespaceId(bytes([200 + number]) * 16) for number in range(3)]
@@ -100,3 +103,28 @@ def small_events(draw: st.DrawFn) -> Event:
             return SnapshotEnded(tier=tier, snapshot=snapshot_, count=draw(st.integers(0, 6)))
         case _:
             return InstanceStopped(reason=draw(st.sampled_from(StopReason)))
+
+
+def small_frames(steps: Sequence[str | tuple[int, list[Event]]]) -> list[bytes | None]:
+    """Frames of the steps, a second apart, epochs as told and offsets that go on; None: some were missed."""
+    made: list[bytes | None] = []
+    epoch = offset = 0
+    for number, step in enumerate(steps):
+        if isinstance(step, str):
+            made.append(None)
+            offset += 7
+            continue
+        told, events = step
+        if told > epoch:
+            epoch, offset = told, 0
+        frame = Frame(
+            instance=InstanceId("a"),
+            epoch=Epoch(epoch),
+            first_offset=Offset(offset),
+            wall_time_ns=(number + 1) * 10**9,
+            digest=0,
+            events=tuple(events),
+        )
+        made.append(encode_frame(frame))
+        offset += len(events)
+    return made

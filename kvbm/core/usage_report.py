@@ -16,7 +16,7 @@ _NUMBERS = struct.Struct("<15Q")
 _LAST = 1  # a flag
 
 
-class EventReader(Protocol):
+class UsageFields(Protocol):
     """What reading one takes of a frame's reader."""
 
     def take(self, count: int) -> bytes: ...
@@ -57,7 +57,7 @@ def _usage_numbers(row: UsageRow) -> tuple[int, ...]:
     return (*row.block_ms, *row.put_blocks, *row.read_blocks, *rest)
 
 
-def take_usage(reader: EventReader) -> UsageRecorded:
+def take_usage(reader: UsageFields) -> UsageRecorded:
     """The event that a reader stands at. Raises MalformedFrameError."""
     reader.take(1)  # the kind
     flags, count, since_ms, until_ms, *block_bytes = reader.unpack(_HEAD)

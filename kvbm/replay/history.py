@@ -41,7 +41,7 @@ from kvbm.core.ids import InstanceId
 from kvbm.core.stays import LASTING, NewStayFold
 from kvbm.files import alone, replace_file, write_new
 from kvbm.replay.format import counted, time_text
-from kvbm.replay.history_counts import Counts, read_counts, summed, write_counts
+from kvbm.replay.history_counts import StayCounts, read_counts, summed, write_counts
 from kvbm.replay.history_manifest import (
     DATA,
     MANIFEST,
@@ -55,7 +55,7 @@ from kvbm.replay.history_manifest import (
     written,
 )
 from kvbm.replay.history_state import read_state, write_state
-from kvbm.replay.history_tables import LIFE_ROW, Life, Tables, Words
+from kvbm.replay.history_tables import LIFE_ROW, Life, StayWords, Tables
 from kvbm.replay.merging import merged
 from kvbm.replay.source import FileSource, FrameSource, Located, SourceChangedError, SourceError, only
 from kvbm.replay.spills import Spills, joined
@@ -302,10 +302,10 @@ class _Writing:
     def _number(self, rows: StayRows) -> int:
         return self._lives.setdefault((rows.instance, rows.group, rows.life), len(self._lives))
 
-    def _words(self) -> Words:
-        return Words(list(self._lives), list(self._stays.namespaces), list(self._stays.names))
+    def _words(self) -> StayWords:
+        return StayWords(list(self._lives), list(self._stays.namespaces), list(self._stays.names))
 
-    def _stay_files(self, spills: Spills, name: str, words: Words, part: _Part) -> list[HistoryFile]:
+    def _stay_files(self, spills: Spills, name: str, words: StayWords, part: _Part) -> list[HistoryFile]:
         def tables() -> Iterator[Any]:
             for rows in joined(spills.sorted(), GROUP_ROWS):
                 stay = rows["stay"]
@@ -425,7 +425,7 @@ class _Part:
     """Rows of one part of a history as they are written."""
 
     def __init__(self) -> None:
-        self.counts = Counts()
+        self.counts = StayCounts()
         self.rows = self.lasting = self.went_back = 0
 
 

@@ -31,7 +31,7 @@ _SUM_ROWS = 4 << 20  # not summed yet
 _KEY = ("life", "tier", "namespace")
 
 
-class Counts:
+class StayCounts:
     """What was gained and lost, summed now and then."""
 
     def __init__(self) -> None:

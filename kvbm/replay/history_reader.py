@@ -31,9 +31,9 @@ from kvbm.catalog.history.wire import (
     MOST_BYTES,
     PREFIX,
     REFUSAL,
-    Ask,
-    Head,
-    Refusal,
+    HistoryAsk,
+    HistoryHead,
+    HistoryRefusal,
     packed,
 )
 from kvbm.core.errors import KvbmError
@@ -69,18 +69,18 @@ def serve(folder: Path, archive: Path | None, memory_bytes: int) -> None:
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints is no answer
     source = os.fdopen(os.dup(0), "rb")
-    History(folder, archive, memory_bytes).serve(source, out)
+    OpenHistory(folder, archive, memory_bytes).serve(source, out)
     os._exit(0)  # also where a question is under way
 
 
-class History:
+class OpenHistory:
     """The process's one history, and its one question."""
 
     def __init__(self, folder: Path, archive: Path | None, memory_bytes: int) -> None:
         self._folder, self._archive, self._memory_bytes = folder, archive, memory_bytes
         self._answers: HistoryAnswers | None = None
         self._stamp: tuple[int, ...] | None = None
-        self._asked: queue.SimpleQueue[Ask] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[HistoryAsk] = queue.SimpleQueue()
         self._is_idle = threading.Event()
 
     def serve(self, source: BinaryIO, out: BinaryIO) -> None:
@@ -94,7 +94,7 @@ class History:
         for kind, part in _parts(source):
             if kind == ASK:
                 self._is_idle.clear()
-                self._asked.put(msgspec.json.decode(part, type=Ask))
+                self._asked.put(msgspec.json.decode(part, type=HistoryAsk))
             elif kind == CANCEL:
                 while not self._is_idle.wait(_AGAIN_S):  # an interrupt counts for nothing before its question runs
                     if (answers := self._answers) is not None:
@@ -108,11 +108,11 @@ class History:
             except OSError:
                 os._exit(0)  # nobody is there any more
 
-    def answer(self, asked: Ask, send: Send) -> None:
+    def answer(self, asked: HistoryAsk, send: Send) -> None:
         """Answer one question. Raises OSError: nobody takes it."""
         try:
             if asked.kind == "status":
-                send(HEAD, msgspec.json.encode(Head()))
+                send(HEAD, msgspec.json.encode(HistoryHead()))
                 send(BODY, msgspec.json.encode(self._status(**asked.arguments)))
             else:
                 opened = self._opened()
@@ -121,7 +121,7 @@ class History:
                     _Question(opened, asked, send).answer(**asked.arguments)
                 elif asked.kind in _ANSWERS:
                     body = msgspec.json.encode(getattr(opened, asked.kind)(**asked.arguments))
-                    send(HEAD, msgspec.json.encode(Head()))
+                    send(HEAD, msgspec.json.encode(HistoryHead()))
                     for begin in range(0, len(body), _PIECE_BYTES):
                         send(BODY, body[begin : begin + _PIECE_BYTES])
                 else:
@@ -170,7 +170,7 @@ class History:
 class _Question:
     """A question in SQL."""
 
-    def __init__(self, opened: HistoryAnswers, asked: Ask, send: Send) -> None:
+    def __init__(self, opened: HistoryAnswers, asked: HistoryAsk, send: Send) -> None:
         self._opened, self._asked, self._send = opened, asked, send
 
     def answer(self, question: str, rows: int | None, arrow: bool) -> None:
@@ -200,7 +200,7 @@ class _Question:
                 break
         head = HistoryRows(columns=columns, rows=[], more=is_more, until=until, holes=holes)
         before, _, after = msgspec.json.encode(head).partition(b'"rows":[]')
-        self._send(HEAD, msgspec.json.encode(Head()))
+        self._send(HEAD, msgspec.json.encode(HistoryHead()))
         self._send(BODY, before + b'"rows":[')
         for begin in range(0, len(made), 1000):
             part = b",".join(made[begin : begin + 1000])
@@ -212,7 +212,7 @@ class _Question:
 
         first = next(iter(reader), None)  # what is wrong shows before an answer begins
         headers = {"kvbm-history-holes": str(holes), "kvbm-history-until": until or ""}
-        self._send(HEAD, msgspec.json.encode(Head(content_type=ARROW, headers=headers)))
+        self._send(HEAD, msgspec.json.encode(HistoryHead(content_type=ARROW, headers=headers)))
         left = rows
         with pyarrow.ipc.new_stream(pyarrow.PythonFile(_Sink(self._send), mode="w"), reader.schema) as stream:
             batch = first
@@ -244,31 +244,33 @@ class _Sink:
         self.closed = True
 
 
-def _refusal(error: BaseException, asked: Ask) -> Refusal:
+def _refusal(error: BaseException, asked: HistoryAsk) -> HistoryRefusal:
     match error:
         case AnswerError():
-            return Refusal(status=error.status, code=error.code, message=str(error), what_to_do=error.what_to_do)
+            return HistoryRefusal(status=error.status, code=error.code, message=str(error), what_to_do=error.what_to_do)
         case SlowQuestionError():
             words = f"the question took longer than {asked.within_s:g} s"
             what_to_do = "ask for less, or give within_s (limits.history_s)"
-            return Refusal(status=504, code="too_slow", message=words, what_to_do=what_to_do)
+            return HistoryRefusal(status=504, code="too_slow", message=words, what_to_do=what_to_do)
         case LargeQuestionError():
-            return Refusal(
+            return HistoryRefusal(
                 status=422, code="too_much", message=str(error), what_to_do="ask for less: LIMIT, or a narrower WHERE"
             )
         case MemoryError():
             words = "the question needs more memory than the process may take"
-            return Refusal(status=422, code="too_much", message=words, what_to_do="ask for less")
+            return HistoryRefusal(status=422, code="too_much", message=words, what_to_do="ask for less")
         case DamagedHistoryError():
             words = "ask again: the catalog makes its history anew where it is damaged"
-            return Refusal(status=503, code="history_failed", message=str(error), what_to_do=words)
+            return HistoryRefusal(status=503, code="history_failed", message=str(error), what_to_do=words)
         case SourceError() if asked.kind == "sql":
             words = "see docs/replay.md for the tables"
-            return Refusal(status=422, code="bad_question", message=str(error), what_to_do=words)
+            return HistoryRefusal(status=422, code="bad_question", message=str(error), what_to_do=words)
         case KeyboardInterrupt():
-            return Refusal(status=503, code="cancelled", message="the question was cancelled", what_to_do="ask again")
+            return HistoryRefusal(
+                status=503, code="cancelled", message="the question was cancelled", what_to_do="ask again"
+            )
         case _:
-            return Refusal(status=503, code="history_failed", message=str(error), what_to_do="ask again")
+            return HistoryRefusal(status=503, code="history_failed", message=str(error), what_to_do="ask again")
 
 
 def _unread(archive: Path | None, history: HistoryManifest) -> int:

@@ -17,7 +17,7 @@ from kvbm.files import write_new
 from kvbm.replay.stays import EventHole, Incarnation
 
 DICTIONARIES = ["instance", "stream", "namespace", "tier", "kind", "begin", "source", "end", "target"]
-LIFE_ROW = np.dtype([("stay", STAY_ROW), ("life", "<u4")])  # `life`: its number in `Words`
+LIFE_ROW = np.dtype([("stay", STAY_ROW), ("life", "<u4")])  # `life`: its number in `StayWords`
 TIERS = tuple(tier.name for tier in Tier)
 _MANY_WORDS = 64  # of a dictionary, which each row group has anew: from here on only those it uses
 _INT64 = (1 << 63) - 1
@@ -25,7 +25,7 @@ _HEX = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), dty
 Life = tuple[InstanceId, str, int]  # instance, stream, life
 
 
-class Words:
+class StayWords:
     """What numbers in rows stand for."""
 
     def __init__(self, lives: Sequence[Life], namespaces: list[NamespaceId], names: list[InstanceId]) -> None:
@@ -74,7 +74,7 @@ class Tables:
             path, self.stays_schema, compression="zstd", compression_level=1, use_dictionary=DICTIONARIES
         )
 
-    def stays(self, rows: np.ndarray, words: Words) -> Any:
+    def stays(self, rows: np.ndarray, words: StayWords) -> Any:
         """Of residencies and claims."""
         arrow, stay = self._arrow, rows["stay"]
         lasts, is_end = stay["end"] == LASTING, stay["begin"] == NO_CODE

@@ -132,7 +132,7 @@ Step = Next | Missing | Begins | Repeat | LateEnd | Conflict | WentBack | LifeBe
 
 def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[StreamKey, Step] | DamagedBytes]:
     """Each instance's stream, step by step."""
-    ordering = Ordering(is_trimmed)
+    ordering = FrameOrdering(is_trimmed)
     yield from ordering.steps(source)
     yield from ordering.finish()
 
@@ -165,10 +165,10 @@ class OrderState(NamedTuple):
     runs: dict[int, str]
 
 
-class Ordering:
+class FrameOrdering:
     """`in_order` for a source that goes on: `steps` again with what has come, `finish` when nothing more will."""
 
-    def __init__(self, is_trimmed: bool, before: Ordering | None = None) -> None:
+    def __init__(self, is_trimmed: bool, before: FrameOrdering | None = None) -> None:
         """
         Args:
             before: another one, which this one goes on from and leaves as it is.

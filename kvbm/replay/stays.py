@@ -23,10 +23,10 @@ from kvbm.replay.findings import ReplayFinding, undamaged
 from kvbm.replay.order import (
     Begins,
     DamagedBytes,
+    FrameOrdering,
     LifeBegins,
     Missing,
     Next,
-    Ordering,
     OrderState,
     Step,
     StreamKey,
@@ -121,7 +121,7 @@ class Told(msgspec.Struct, kw_only=True):
         )
 
 
-class StreamState(NamedTuple):
+class FoldedStream(NamedTuple):
     """Where one life of an instance stands: for another `SourceStays` to go on from.
 
     Attributes:
@@ -140,13 +140,13 @@ class StreamState(NamedTuple):
     place: tuple[int, int]
     since: tuple[int, int]
     fold: StayState
-    before: StreamState | None
+    before: FoldedStream | None
 
 
 class SourceState(NamedTuple):
     """Where a `SourceStays` stands. `orders` is of its streams."""
 
-    streams: list[StreamState]
+    streams: list[FoldedStream]
     orders: list[tuple[StreamKey, OrderState]]
     told: Told
     namespaces: list[NamespaceId]
@@ -171,11 +171,11 @@ class _Stream:
         self.namespace_rows = np.empty(0, dtype=np.uint32)  # of the fold's rows
         self.name_rows = np.empty(0, dtype=np.uint32)
 
-    def state(self, key: StreamKey) -> StreamState:
+    def state(self, key: StreamKey) -> FoldedStream:
         """For `of`."""
         before = self.before.state(key) if self.before is not None else None
         times = (self.began_ns, self.ended_ns)
-        return StreamState(
+        return FoldedStream(
             key,
             self.life,
             self.epoch,
@@ -189,7 +189,7 @@ class _Stream:
         )
 
     @classmethod
-    def of(cls, state: StreamState, backend: Backend, new_fold: NewStayFold) -> _Stream:
+    def of(cls, state: FoldedStream, backend: Backend, new_fold: NewStayFold) -> _Stream:
         """One that goes on from there."""
         fold = new_fold()
         fold.resume(state.fold)
@@ -228,7 +228,7 @@ class SourceStays:
         self.namespaces: dict[NamespaceId, int] = before.namespaces if before is not None else {}
         self.fields: dict[NamespaceId, Namespace] = before.fields if before is not None else {}
         self.names: dict[InstanceId, int] = before.names if before is not None else {}
-        self._ordering: Ordering = Ordering(is_trimmed, before._ordering if before is not None else None)
+        self._ordering: FrameOrdering = FrameOrdering(is_trimmed, before._ordering if before is not None else None)
         self.told: Told = before.told.copy() if before is not None else Told()
         self.tail_told: Told = self.told
 

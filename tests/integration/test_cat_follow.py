@@ -17,8 +17,8 @@ from kvbm.core.ids import Tier
 from tests.captures import packed
 from tests.catalog_site import Instance
 from tests.eventually import eventually
-from tests.integration.test_replay_history import LOG, ONE, THREE, created, frames_of
 from tests.nats_fixture import cluster, fresh_nats
+from tests.small_histories import LOG, ONE, THREE, created, frames_of
 
 __all__ = ["cluster", "fresh_nats"]
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
-import pyarrow
 import pytest
 import urllib3
 
@@ -33,6 +32,7 @@ from kvbm.core.ids import Tier
 from kvbm.replay.history_manifest import read_manifest
 from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, Instance
 from tests.eventually import WAIT_S, eventually
+from tests.extras import needed
 from tests.nats_fixture import cluster, nats_url
 
 __all__ = ["cluster", "nats_url"]
@@ -298,7 +298,7 @@ def test_a_client_that_goes_away_has_its_question_cancelled(site: Site):
 
 
 def test_arrow_for_notebooks(site: Site):
-    pandas, polars = pytest.importorskip("pandas"), pytest.importorskip("polars")
+    pyarrow, pandas, polars = needed("pyarrow", "sql"), needed("pandas", "dev"), needed("polars", "dev")
     question = "SELECT tier, count(*) AS blocks FROM residencies GROUP BY tier ORDER BY tier"
     answer = site.sql(question, ARROW)
     assert answer.headers["content-type"] == ARROW["accept"]

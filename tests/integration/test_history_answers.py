@@ -13,7 +13,7 @@ from kvbm.core.ids import Epoch, Tier
 from kvbm.replay.history_answers import AnswerError, HistoryAnswers
 from kvbm.replay.sql import DamagedHistoryError
 from tests.captures import BEGIN_NS, SECOND_NS
-from tests.integration.test_replay_history import (
+from tests.small_histories import (
     ACME,
     LOG,
     ONE,

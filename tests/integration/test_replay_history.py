@@ -2,127 +2,56 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_STAYS
 from kvbm.cli import replay_main as main
-from kvbm.core.backend import REFERENCE
-from kvbm.core.codec import Frame
 from kvbm.core.events import (
-    BlocksCreated,
     BlocksEvicted,
-    BlocksMigrated,
     Event,
     EvictReason,
     InstanceStarted,
-    InstanceStopped,
-    MigrateCause,
     PoolStated,
-    ResidenciesListed,
-    SnapshotEnded,
-    StopReason,
 )
-from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier, pack_slots
+from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.files import alone
-from kvbm.reference.history import StayHistory as ReadableHistory
 from kvbm.replay.format import At, parse_at, time_text
 from kvbm.replay.history import write_history
 from kvbm.replay.history_manifest import MANIFEST, VERSION, HistoryManifest, read_manifest
 from kvbm.replay.opening import open_source
-from kvbm.replay.order import LifeBegins, Next, Ordering, StreamKey
+from kvbm.replay.order import FrameOrdering, LifeBegins, Next, StreamKey
 from kvbm.replay.questions import BlockLife, changes, tenants, why
 from kvbm.replay.source import FileSource, SourceError, SourceFile
 from kvbm.replay.sql import HistoryDatabase
 from kvbm.streams.base import Fence
 from tests.both_folds import states_at
 from tests.captures import BEGIN_NS, SECOND_NS, make_capture, packed
-
-ACME, OTHER = Namespace(model="m", block_tokens=16, tenant="acme"), Namespace(model="m", block_tokens=16)
-POOLS = (
-    PoolStated(Tier.HBM, 8, 1000),
-    PoolStated(Tier.HOST, 8, 1000),
-    PoolStated(Tier.NVME, 8, 1000),
-    PoolStated(Tier.OBJECT, 0, 1000, Reach.CLUSTER, "s3://bucket/kv"),
+from tests.extras import needed
+from tests.small_histories import (
+    ACME,
+    BEGIN,
+    LOG,
+    ONE,
+    START,
+    THREE,
+    TWO,
+    created,
+    cut_at,
+    frames_of,
+    hash_of,
+    made,
+    migrated,
 )
-START = InstanceStarted(epoch=Epoch(1), pools=POOLS, namespaces=(ACME, OTHER), engine="bench", version="9")
-ONE, TWO, THREE = (bytes([number]) * 16 for number in (0x11, 0x22, 0x33))
-BEGIN = datetime(2026, 1, 1)  # noqa: DTZ001 - histories are in UTC, without a zone
-
-
-def frames_of(steps: list[list[Event]], instance: str = "one", epoch: int = 1) -> list[Frame]:
-    """A frame a step, a second apart; a start begins the next epoch."""
-    frames: list[Frame] = []
-    offset = 0
-    for number, events in enumerate(steps):
-        if isinstance(events[0], InstanceStarted):
-            epoch, offset = events[0].epoch, 0
-        frames.append(
-            Frame(
-                instance=InstanceId(instance),
-                epoch=Epoch(epoch),
-                first_offset=Offset(offset),
-                wall_time_ns=BEGIN_NS + number * SECOND_NS,
-                digest=0,
-                events=tuple(events),
-            )
-        )
-        offset += len(events)
-    return frames
-
-
-def created(tier: Tier, hashes: bytes, slots: list[int], space: Namespace = ACME) -> BlocksCreated:
-    return BlocksCreated(
-        namespace=space.id, tier=tier, hashes=hashes, parent=NO_PARENT, start=0, slots=pack_slots(slots)
-    )
-
-
-def migrated(source: Tier | InstanceId, target: Tier, hashes: bytes, slots: list[int], **more: Any) -> BlocksMigrated:
-    return BlocksMigrated(
-        namespace=ACME.id,
-        source=source,
-        target=target,
-        kept=more.get("kept", True),
-        cause=more.get("cause", MigrateCause.OFFLOAD),
-        hashes=hashes,
-        slots=pack_slots(slots) if slots else b"",
-    )
-
-
-LOG = [
-    [START],
-    [created(Tier.HBM, ONE + TWO, [0, 1])],
-    [migrated(Tier.HBM, Tier.HOST, ONE, [0])],
-    [BlocksEvicted(namespace=ACME.id, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=ONE)],
-    [migrated(Tier.HOST, Tier.NVME, ONE, [5], kept=False), migrated(Tier.NVME, Tier.OBJECT, ONE, [])],
-    [migrated(InstanceId("peer"), Tier.HOST, THREE, [3], cause=MigrateCause.FETCH)],
-    [InstanceStarted(epoch=Epoch(2), pools=POOLS, namespaces=(ACME, OTHER))],
-    [
-        ResidenciesListed(namespace=ACME.id, tier=Tier.NVME, snapshot=1, hashes=ONE, slots=pack_slots([5])),
-        SnapshotEnded(tier=Tier.NVME, snapshot=1, count=1),
-    ],
-    [BlocksEvicted(namespace=ACME.id, tier=Tier.OBJECT, reason=EvictReason.TTL, hashes=ONE)],
-    [InstanceStopped(reason=StopReason.SHUTDOWN)],
-]
-
-
-def made(folder: Path, frames: list[Frame], is_readable: bool = False) -> HistoryManifest:
-    """The history of frames, in folder/history."""
-    capture = folder / "capture.kvbm"
-    capture.write_bytes(packed(frames))
-    how = (REFERENCE, ReadableHistory) if is_readable else (NATIVE, NATIVE_STAYS)
-    return write_history(open_source(str(capture)), folder / "history", *how)
 
 
 @pytest.fixture
@@ -344,7 +273,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_arrow_is_what_notebooks_read(tmp_path: Path):
-    import pyarrow
+    pyarrow = needed("pyarrow", "sql")
 
     capture, rows = tmp_path / "capture.kvbm", tmp_path / "rows.arrow"
     capture.write_bytes(packed(frames_of(LOG)))
@@ -419,14 +348,14 @@ def test_a_life_that_took_anothers_place_ends_what_that_held(tmp_path: Path, mon
     capture.write_bytes(packed([*frames[:2], *later]))
     source = open_source(str(capture))
 
-    def with_another_life(_: Ordering, read: Any) -> Iterator[Any]:
+    def with_another_life(_: FrameOrdering, read: Any) -> Iterator[Any]:
         key = StreamKey("", InstanceId("one"))
         for number, located in enumerate(read):
             if number == 2:
                 yield key, LifeBegins(located, Fence(Epoch(1), "run", 1), Epoch(1))
             yield key, Next(located, located.found)
 
-    monkeypatch.setattr(Ordering, "steps", with_another_life)
+    monkeypatch.setattr(FrameOrdering, "steps", with_another_life)
     write_history(source, tmp_path / "history", NATIVE, NATIVE_STAYS)
     with HistoryDatabase(tmp_path / "history") as opened:
         for seconds, held in ((4, [(ONE.hex(), 0)]), (5, []), (6, [(TWO.hex(), 1)])):
@@ -655,11 +584,3 @@ def test_a_history_follows_its_log_until_it_is_interrupted(tmp_path: Path, capsy
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
     assert read_manifest(folder).stays == 8
-
-
-def hash_of(number: int) -> bytes:
-    return hashlib.sha256(str(number).encode()).digest()[:16]
-
-
-def cut_at(frame: Frame, wall_time_ns: int) -> Frame:
-    return msgspec.structs.replace(frame, wall_time_ns=wall_time_ns)

@@ -30,8 +30,7 @@ from kvbm.replay.sql import HistoryDatabase
 from kvbm.streams.base import Fence, StreamMessage
 from kvbm.streams.fence_records import encode_told
 from tests.examples import examples
-from tests.property.test_native_history import frames
-from tests.small_events import SLOTS, small_events
+from tests.small_events import SLOTS, small_events, small_frames
 
 BEGIN_NS = 1_767_225_600_000_000_000
 MIDNIGHT = datetime(2026, 1, 1)  # noqa: DTZ001 - histories are in UTC, without a zone
@@ -60,7 +59,7 @@ def test_a_fold_goes_on_from_the_state_of_another(steps: list[Any], data: st.Dat
     cut = data.draw(st.integers(0, len(steps)))
     whole, native, reference = _native.StayHistory(), _native.StayHistory(), StayHistory()
     ended: list[list[np.ndarray]] = [[], [], []]
-    for number, frame in enumerate(frames(steps)):
+    for number, frame in enumerate(small_frames(steps)):
         if number == cut:
             states = native.state(), reference.state()
             assert rows_of(states[0]) == rows_of(states[1])

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 CONTENT_TYPE = "text/event-stream"
 
 
-class Feed(Protocol):
+class FeedSource(Protocol):
     """What is sent."""
 
     def events(self) -> AsyncIterator[bytes]:
@@ -30,7 +30,7 @@ class FeedResponse(Response):
 
     media_type = CONTENT_TYPE
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: FeedSource) -> None:
         super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"})
         self._feed = feed
 

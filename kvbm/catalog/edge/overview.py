@@ -19,7 +19,7 @@ import msgspec
 
 from kvbm.catalog.access.callers import Caller
 from kvbm.catalog.access.limits import LimitError, Room
-from kvbm.catalog.edge.overview_rows import ROW_TIERS, InstanceRow, columns_of, row_of, without_numbers
+from kvbm.catalog.edge.overview_rows import ROW_TIERS, OverviewRow, columns_of, row_of, without_numbers
 from kvbm.catalog.follow.sampled_hits import SampledCount
 from kvbm.catalog.put_bytes import put_by_namespace
 from kvbm.catalog.service import CatalogService
@@ -86,7 +86,7 @@ class _Shared(NamedTuple):
     at_ms: int
     at_s: float
     pool_sizes: Mapping[str, int]
-    rows: Mapping[InstanceId, InstanceRow]
+    rows: Mapping[InstanceId, OverviewRow]
     tenants: TenantColumns
     tenants_serial: int
 
@@ -97,7 +97,7 @@ class _View:
     def __init__(self, tenants: Tenants) -> None:
         self.tenants = tenants
         self.asked_s = time.monotonic()
-        self.rows: dict[InstanceId, InstanceRow] = {}
+        self.rows: dict[InstanceId, OverviewRow] = {}
         self.tick: OverviewTick | None = None
         self.looked_s = self.tenants_serial = -1.0
 
@@ -220,7 +220,7 @@ class Overview:
         service, now_s, now_ns = self._service, time.monotonic(), time.time_ns()
         took = _Steps()
         names = sorted({*service.heartbeats.liveness.instances(), *service.index.instances()})
-        rows: dict[InstanceId, InstanceRow] = {}
+        rows: dict[InstanceId, OverviewRow] = {}
         pool_sizes: dict[str, int] = {}
         for name in names:
             rows[name] = row_of(service, name, now_s, now_ns, pool_sizes)
@@ -237,7 +237,7 @@ class Overview:
         """Let a view be that of the newest look."""
         took, rows = _Steps(), shared.rows
         if view.tenants is not None:
-            caller, seen = Caller("", "router", view.tenants), dict[InstanceId, InstanceRow]()
+            caller, seen = Caller("", "router", view.tenants), dict[InstanceId, OverviewRow]()
             for name, row in rows.items():
                 if self._service.queries.visibility.instance(caller, name):
                     seen[name] = without_numbers(row)
@@ -414,7 +414,7 @@ class _Sums:
         self.suspect = 0
         self._tiers = [[0] * 5 for _ in ROW_TIERS]
 
-    def add(self, row: InstanceRow) -> None:
+    def add(self, row: OverviewRow) -> None:
         """One more."""
         self.states[row.state] = self.states.get(row.state, 0) + 1
         self.suspect += row.suspect

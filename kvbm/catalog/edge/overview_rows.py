@@ -19,7 +19,7 @@ _PLAIN = ("instance", "epoch", "unread", "suspect", "heard", "queued", "running"
 _OF_TIERS = ("blocks", "slots", "block_bytes")
 
 
-class InstanceRow(NamedTuple):
+class OverviewRow(NamedTuple):
     """One instance; as `InstanceColumns` has it, with words as they are."""
 
     instance: str
@@ -45,7 +45,7 @@ class InstanceRow(NamedTuple):
 
 def row_of(
     service: CatalogService, name: InstanceId, now_s: float, now_ns: int, pool_sizes: dict[str, int]
-) -> InstanceRow:
+) -> OverviewRow:
     """What is known of an instance now.
 
     Args:
@@ -74,7 +74,7 @@ def row_of(
         elif pool.tier < len(ROW_TIERS):
             slots[pool.tier], sizes[pool.tier] = pool.slots, pool.block_bytes
     why = liveness.why(name)
-    return InstanceRow(
+    return OverviewRow(
         instance=name,
         cluster=service.heartbeats.cluster_of(name) or "",
         state=liveness.state(name).value,
@@ -97,7 +97,7 @@ def row_of(
     )
 
 
-def without_numbers(row: InstanceRow) -> InstanceRow:
+def without_numbers(row: OverviewRow) -> OverviewRow:
     """Who an instance is and whether it serves: numbers and words of trouble are of all tenants."""
     return row._replace(
         place="",
@@ -113,7 +113,7 @@ def without_numbers(row: InstanceRow) -> InstanceRow:
     )
 
 
-def columns_of(rows: Iterable[InstanceRow]) -> InstanceColumns:
+def columns_of(rows: Iterable[OverviewRow]) -> InstanceColumns:
     """The same in columns."""
     kept = list(rows)
     numbers: dict[str, int] = {}

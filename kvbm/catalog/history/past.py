@@ -12,7 +12,7 @@ import msgspec
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.history.keeper import HistoryKeeper
 from kvbm.catalog.history.readers import HistoryReaders, HistoryReply
-from kvbm.catalog.history.wire import Ask
+from kvbm.catalog.history.wire import HistoryAsk
 from kvbm.config.settings import LimitSettings
 
 DEFAULT_S = 10.0  # a question has so long
@@ -49,7 +49,7 @@ class PastAnswers:
             arguments = arguments | {"read_s": self.keeper.read_s, "trouble": self.keeper.trouble}
         most_s = self.limits.history_s
         within_s = min(most_s, DEFAULT_S) if within_s is None else within_s
-        return self._readers.ask(Ask(kind=kind, arguments=arguments, within_s=within_s))
+        return self._readers.ask(HistoryAsk(kind=kind, arguments=arguments, within_s=within_s))
 
     async def erase(self) -> None:
         """Remove all of the history; it is made anew of what the archive has then. Raises CatalogError."""

@@ -10,7 +10,7 @@ import msgspec
 
 from kvbm.catalog.answers.prompts import ApiError
 from kvbm.catalog.history.processes import Beside
-from kvbm.catalog.history.wire import ASK, BODY, CANCEL, END, HEAD, REFUSAL, Ask, Head, Refusal
+from kvbm.catalog.history.wire import ASK, BODY, CANCEL, END, HEAD, REFUSAL, HistoryAsk, HistoryHead, HistoryRefusal
 from kvbm.core.errors import CatalogError
 from kvbm.safe_log import SafeLog
 
@@ -25,7 +25,7 @@ FAILED = "history_failed"
 class HistoryReply:
     """An answer that has begun: its head, then its body piece by piece."""
 
-    def __init__(self, head: Head, body: AsyncIterator[bytes]) -> None:
+    def __init__(self, head: HistoryHead, body: AsyncIterator[bytes]) -> None:
         self.head, self.body = head, body
 
 
@@ -52,7 +52,7 @@ class HistoryReaders:
         self._said = ""
 
     @asynccontextmanager
-    async def ask(self, asked: Ask) -> AsyncIterator[HistoryReply]:
+    async def ask(self, asked: HistoryAsk) -> AsyncIterator[HistoryReply]:
         """Ask, and read the answer within. Who leaves early has the question cancelled.
 
         Raises: ApiError: there is no answer, or no room; while the body is read too.
@@ -121,13 +121,13 @@ class HistoryReaders:
     async def _reader(self) -> Beside:
         return self._idle.pop() if self._idle else await Beside.start(self._command)
 
-    async def _head(self, reader: Beside) -> Head:
+    async def _head(self, reader: Beside) -> HistoryHead:
         kind, part = await reader.receive()
         if kind == REFUSAL:
             raise self._refused(part)
         if kind != HEAD:
             raise CatalogError(f"the process has sent a part of kind {kind} first")
-        return msgspec.json.decode(part, type=Head)
+        return msgspec.json.decode(part, type=HistoryHead)
 
     async def _part(self, reader: Beside) -> bytes | None:
         kind, part = await reader.receive()
@@ -136,7 +136,7 @@ class HistoryReaders:
         return part if kind == BODY else None
 
     def _refused(self, part: bytes) -> ApiError:
-        refusal = msgspec.json.decode(part, type=Refusal)
+        refusal = msgspec.json.decode(part, type=HistoryRefusal)
         if refusal.code == FAILED:
             if refusal.message != self._said:
                 log.warning("history.failed", why=refusal.message)

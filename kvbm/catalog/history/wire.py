@@ -18,7 +18,7 @@ MOST_BYTES = 8 << 20  # of a part
 PREFIX = struct.Struct("<IB")
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryAsk(msgspec.Struct, frozen=True, kw_only=True):
     """A question.
 
     Attributes:
@@ -31,14 +31,14 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     within_s: float = 10.0
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryHead(msgspec.Struct, frozen=True, kw_only=True):
     """An answer begins."""
 
     content_type: str = "application/json"
     headers: dict[str, str] = {}
 
 
-class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+class HistoryRefusal(msgspec.Struct, frozen=True, kw_only=True):
     """There is no answer. Fields as in the error that callers are sent."""
 
     status: int
