@@ -392,6 +392,7 @@ def test_a_catalog_reads_on_to_the_streams_end_since_it_last_waited_for_somebody
         sequencer=SimpleNamespace(sequence=5),
         writer=SimpleNamespace(stored=5),
         lag=SimpleNamespace(messages=lambda: 1),
+        past=None,
         stream=stream,
         archive=None,
         checkpointer=None,
