@@ -25,6 +25,7 @@ log = SafeLog()
 
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 _NEVER = float("-inf")
+_USAGES_A_TURN = 4  # recorded at once, of those that had to wait: they must not fill the room for events
 
 
 class CompletedSnapshot(NamedTuple):
@@ -159,11 +160,18 @@ class LedgerStream:
         """Record what tenants have used, once the stream goes on."""
         assert self.usage is not None
         with self.lock:
-            if not self.ledger.stopped:
-                self._usages = self.usage.take_events()
-                for event in self._usages:
-                    self.ledger.record_usage(event)
-                    self.wake.set()
+            if self.ledger.stopped:
+                return
+            events, recorded = self.usage.take_events(), 0
+            for event in events[:_USAGES_A_TURN]:
+                self.ledger.record_usage(event)
+                if self.ledger.overflowed:
+                    break  # it is in no frame
+                recorded += 1
+            self._usages = events[:recorded]
+            self.usage.put_back(events[recorded:])
+            if events:
+                self.wake.set()
 
     def usage_due_in_s(self) -> float | None:
         """In how many seconds usage is to be recorded; None: it is not."""
@@ -259,9 +267,11 @@ class LedgerStream:
         with self._taking, self.lock:
             if not self.ended:
                 self.ended = True
-                if self.usage is not None and not self.ledger.stopped:
-                    self._record_last_usage_locked(self.usage)
-                self.ledger.stop()
+                try:
+                    if self.usage is not None and not self.ledger.stopped:
+                        self._record_last_usage_locked(self.usage)
+                finally:  # a signal's handler may raise anywhere, and nobody ends it once more
+                    self.ledger.stop()
 
     def _record_last_usage_locked(self, usage: UsageAccount) -> None:
         now_ns = self._wall_clock_ns()
