@@ -313,6 +313,29 @@ def test_a_full_journal_whose_frames_are_all_published_is_left_for_another_epoch
 
 
 @pytest.mark.parametrize("has_stream", [False, True])
+def test_usage_that_a_full_journal_did_not_take_is_recorded_with_the_epoch_that_follows() -> None:
+    wall_ms = [500_000 * HOUR_MS]
+    driven = Driven(
+        offload=(),
+        has_stream=True,
+        usage=UsagePlan(NATIVE_METER),
+        wall_clock_ns=lambda: wall_ms[0] * 1_000_000,
+    )
+    driven.disk.room = 0
+    wall_ms[0] += HOUR_MS
+    driven.turn()  # the hour's usage is taken, and refused
+    driven.overflow()
+    driven.manager.publisher_port.on_published(driven.disk.end())
+    driven.turn(3)
+    assert driven.manager.epoch == 2
+    driven.manager.publisher_port.on_published(driven.disk.end())
+    driven.turn(4)
+    usages = [event for event in driven.disk.events() if isinstance(event, UsageRecorded)]
+    assert [(event.since_ms, event.until_ms) for event in usages] == [(wall_ms[0] - HOUR_MS, wall_ms[0])]
+    driven.check()
+    driven.manager.close()
+
+
 def test_a_journal_filled_within_a_turn_takes_the_rest_with_a_snapshot_and_is_emptied_by_it(
     tmp_path: Path, has_stream: bool
 ) -> None:

@@ -288,6 +288,7 @@ class EventWriter:
             if restarted is None:
                 return done
             snapshot_end = restarted
+        self._stream.record_usage_of(self._unwritten)
         self._unwritten.clear()
         self._offsets.begin_epoch(epoch, snapshot_end)
         self._broke, self._asked_epoch = False, ""

@@ -8,11 +8,11 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvbm.core.backend import LedgerProtocol, LockProtocol
-from kvbm.core.codec import FrameBytes
+from kvbm.core.codec import USAGE_VERSION, FrameBytes, decode_frame
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS, UsageRecorded
 from kvbm.core.ids import Epoch, InstanceId, Offset
@@ -25,6 +25,7 @@ log = SafeLog()
 
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 _NEVER = float("-inf")
+_VERSION_AT = slice(4, 6)  # of a frame
 _USAGES_A_TURN = 4  # recorded at once, of those that had to wait: they must not fill the room for events
 
 
@@ -198,6 +199,21 @@ class LedgerStream:
                 self._began = None
             self._note_epoch(after)
             return after
+
+    def record_usage_of(self, frames: Iterable[FrameBytes]) -> None:
+        """Frames of epochs before are given up, and nobody has read them: what they say of usage is recorded anew."""
+        usage = self.usage
+        if usage is None:
+            return
+        given_up = [
+            event
+            for frame in frames
+            if int.from_bytes(frame.data[_VERSION_AT], "little") >= USAGE_VERSION
+            for event in decode_frame(frame.data)[0].events
+            if isinstance(event, UsageRecorded)
+        ]
+        with self.lock:
+            usage.put_back(given_up)
 
     def expected_snapshot_end(self) -> Offset:
         """About where the first snapshot of an epoch that began now would end."""
