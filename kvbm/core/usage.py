@@ -104,7 +104,8 @@ class UsageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hours: in the order of time, then of the tenants' UTF-8; only where something was used.
-        gaps: by instance and time, at most MOST_GAPS; none where only some tenants were asked for.
+        gaps: those that begin in the time that was asked for, by instance and time, at most MOST_GAPS; none where only
+            some tenants were asked for.
     """
 
     hours: tuple[UsageHour, ...] = ()
@@ -176,33 +177,39 @@ class UsageSums:
         self._hours: dict[tuple[int, str], list[int]] = {}
         self._stretches: dict[InstanceId, set[_Stretch]] = {}
 
-    def add(self, entry: UsageEntry) -> None:
-        """Add one."""
+    def note(self, entry: UsageEntry) -> None:
+        """That its time is recorded; what was used in it is not asked for."""
         stretch = _Stretch(entry.epoch, entry.offset, entry.since_ms, entry.until_ms, entry.is_last)
         self._stretches.setdefault(entry.instance, set()).add(stretch)
+
+    def add(self, entry: UsageEntry) -> None:
+        """Add one."""
+        self.note(entry)
         if any(entry.numbers):
             sums = self._hours.setdefault((entry.since_ms // HOUR_MS, entry.tenant), [0] * NUMBERS)
             for at, number in enumerate(entry.numbers):
                 sums[at] += number
 
-    def report(self, with_gaps: bool = True) -> UsageReport:
+    def report(self, with_gaps: bool = True, since_ms: int = 0, until_ms: int | None = None) -> UsageReport:
         """What they come to.
 
         Args:
             with_gaps: whether to name instances and the times of which they have recorded nothing.
+            since_ms, until_ms: gaps that begin in [since_ms, until_ms); None: there is no end.
         """
         ordered = sorted(self._hours.items(), key=lambda one: (one[0][0], one[0][1].encode()))
         return UsageReport(
             hours=tuple(hour_of(hour, tenant, sums) for (hour, tenant), sums in ordered),
-            gaps=tuple(islice(self._gaps(), MOST_GAPS)) if with_gaps else (),
+            gaps=tuple(islice(self._gaps(since_ms, until_ms), MOST_GAPS)) if with_gaps else (),
         )
 
-    def _gaps(self) -> Iterator[UsageGap]:
+    def _gaps(self, since_ms: int, until_ms: int | None) -> Iterator[UsageGap]:
         for instance in sorted(self._stretches, key=str.encode):
             stretches = sorted(self._stretches[instance])
             found = []
             for one, following in zip_longest(stretches, stretches[1:]):
-                if not one.is_last and (following is None or following.since_ms > one.until_ms):
+                is_asked = since_ms <= one.until_ms and (until_ms is None or one.until_ms < until_ms)
+                if is_asked and not one.is_last and (following is None or following.since_ms > one.until_ms):
                     found.append((one.until_ms, None if following is None else following.since_ms))
             yield from (gap_of(instance, *gap) for gap in sorted(found, key=lambda gap: gap[0]))
 
@@ -256,11 +263,14 @@ def time_text(ms: int) -> str:
 
 def csv_of(hours: Iterable[UsageHour]) -> str:
     """Hours as CSV: a line of names, then one for each, with line feeds; what needs quotes has them."""
+    return "".join(_csv_line(values) for values in (_COLUMNS, *map(msgspec.structs.astuple, hours)))
+
+
+def _csv_line(values: Iterable[object]) -> str:
+    """One line. A carriage return within a name has quotes, too, as the writer gives them to what ends its lines."""
     written = io.StringIO()
-    writer = csv.writer(written, lineterminator="\n")
-    writer.writerow(_COLUMNS)
-    writer.writerows(msgspec.structs.astuple(hour) for hour in hours)
-    return written.getvalue()
+    csv.writer(written, lineterminator="\r\n").writerow(values)
+    return written.getvalue().removesuffix("\r\n") + "\n"
 
 
 def lines_of(report: UsageReport) -> Iterable[str]:

@@ -53,10 +53,19 @@ class UsageStretch(msgspec.Struct, frozen=True, kw_only=True):
     until_ms: int | None = None
     tenants: Collection[str] | None = None
 
+    @property
+    def begin_ms(self) -> int:
+        """Where its first hour begins."""
+        return 0 if self.since_ms is None else begin_of_hour(self.since_ms)
+
+    @property
+    def end_ms(self) -> int | None:
+        """Where its last hour ends; None: there is no bound."""
+        return None if self.until_ms is None else end_of_hour(self.until_ms)
+
     def has(self, event: UsageRecorded) -> bool:
         """Whether a recorded stretch is in it."""
-        is_before = self.since_ms is not None and event.since_ms < begin_of_hour(self.since_ms)
-        return not is_before and (self.until_ms is None or event.since_ms < end_of_hour(self.until_ms))
+        return self.begin_ms <= event.since_ms and (self.end_ms is None or event.since_ms < self.end_ms)
 
 
 def usage_of(
@@ -88,11 +97,15 @@ def usage_of(
             continue
         frame, _ = backend.decode_frame(step.located.data)
         for offset, event in enumerate(frame.events, frame.first_offset):
-            if isinstance(event, UsageRecorded) and wanted.has(event):
-                report.events += 1
-                for entry in entries_of(frame.instance, frame.epoch, Offset(offset), event):
-                    if wanted.tenants is None or entry.tenant in wanted.tenants:
-                        sums.add(entry)
-    found = sums.report(with_gaps=wanted.tenants is None)
+            if not isinstance(event, UsageRecorded):
+                continue
+            is_wanted = wanted.has(event)
+            report.events += is_wanted
+            for entry in entries_of(frame.instance, frame.epoch, Offset(offset), event):
+                if is_wanted and (wanted.tenants is None or entry.tenant in wanted.tenants):
+                    sums.add(entry)
+                else:
+                    sums.note(entry)  # a gap may end behind what is wanted
+    found = sums.report(wanted.tenants is None, wanted.begin_ms, wanted.end_ms)
     report.hours, report.gaps = found.hours, found.gaps
     return report

@@ -29,7 +29,7 @@ from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import ArgumentError
 from kvbm.core.events import UsageRecorded, UsageRow
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Tier
-from kvbm.core.usage import HOUR_MS, UsageReport, UsageSums, csv_of, entries_of
+from kvbm.core.usage import HOUR_MS, UsageReport, UsageSums, csv_of, entries_of, time_text
 from kvbm.locate.asynchronous import AsyncCatalogClient
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
@@ -135,13 +135,19 @@ def test_a_catalog_and_its_archive_say_the_same_to_the_byte(
             hour for hour in first.hours if hour.tenant == "acme"
         )
         assert not client.usage("1970-01-01", "1970-01-02").hours
+        assert client.usage("0", "2027-12-01") == first  # and not of the month before
+        assert not client.usage(SINCE, "2026-09-21T16:00:00Z").gaps  # where that ends, it was not killed yet
+        assert client.usage("2026-09-21T16:00:00Z", "2026-09-21T17:00:00Z").gaps == first.gaps
         metrics = client.metrics()
         assert 'kvbm_catalog_usage_saved_tokens_total{tenant="acme"}' in metrics
         saved = sum(hour.saved_tokens for hour in first.hours if hour.tenant == "acme")
         assert f'kvbm_catalog_usage_saved_tokens_total{{tenant="acme"}} {saved}' in metrics.replace(".0\n", "\n")
     csv, words = replay_csv(tmp_path / "archive", capsys)
     assert csv == csv_of(first.hours)
-    assert "not recorded: a from 2026-09-21T16:00:00Z until 2026-09-21T17:33:54.567Z" in words
+    gap = "not recorded: a from 2026-09-21T16:00:00Z until 2026-09-21T17:33:54.567Z"
+    assert gap in words
+    assert gap in replay_csv(tmp_path / "archive", capsys, "--from", "2026-09-21T16:00:00Z")[1]
+    assert "not recorded" not in replay_csv(tmp_path / "archive", capsys, "--to", "2026-09-21T16:00:00Z")[1]
     assert csv.count("acme") > 5 and '"a,""b""\n"' in csv
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread, CatalogClient(thread.url, WAIT_S) as client:
         client.wait_ready(WAIT_S)
@@ -206,7 +212,8 @@ def test_a_tenant_sees_its_own_usage_alone(
     assert report.hours == tuple(hour for hour in everything.hours if hour.tenant == "acme") and not report.gaps
     assert own.usage(SINCE, UNTIL, tenants=["", "acme"]) == report
     assert not own.usage(SINCE, UNTIL, tenants=[""]).hours
-    for asked in ("?from=yesterday", "?since=1", "?from=1e400", "?next=x"):
+    many = "?" + "&".join(["tenant=acme"] * 257)
+    for asked in ("?from=yesterday", "?since=1", "?from=1e400", "?next=x", many):
         status = _status(url, op, f"/v1/usage{asked}")
         assert status == 422, asked
     with pytest.raises(ArgumentError, match="since"):
@@ -262,6 +269,11 @@ def test_pages_and_numbers_of_any_size_come_whole_from_both_databases(
             assert {hour.object_put_blocks for hour in found} == {8}
             assert {hour.saved_gpu_us for hour in found} == {2 * (2**63 - 1)}
             assert len(await store.usage_gaps(UsageWanted(0, 2**62))) == 6
+            hour_ms = BEGUN_MS // HOUR_MS * HOUR_MS
+            one_hour = await store.usage_gaps(UsageWanted(hour_ms, hour_ms + HOUR_MS))
+            assert [(gap.instance, gap.until) for gap in one_hour] == [
+                (name, time_text(BEGUN_MS + HOUR_MS)) for name in ("a", "b")
+            ]
             before = BEGUN_MS + HOUR_MS
             assert await store.forget_usage(before) == 120 and not await store.forget_usage(before)
             assert len((await store.usage(UsageWanted(0, before // HOUR_MS * HOUR_MS))).hours) == 0

@@ -16,17 +16,30 @@ from kvbm.core.codec import Frame, FrameBytes
 from kvbm.core.events import (
     BlocksCreated,
     BlocksMigrated,
+    InstanceStopped,
     MigrateCause,
     UsageRecorded,
 )
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import HASH_BYTES, UNKNOWN, Epoch, Namespace, NamespaceId, Tier
-from kvbm.core.usage import HOUR_MS, LONGEST_STEP_MS, UsageMeter, UsageSums, csv_of, entries_of
+from kvbm.core.usage import HOUR_MS, LONGEST_STEP_MS, UsageHour, UsageMeter, UsageSums, csv_of, entries_of
 from kvbm.manager.record.usage_account import UsageAccount, UsagePlan
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.reference.ledger import Ledger
 from kvbm.reference.usage_meter import ReadableMeter
-from tests.usage_instances import BEGUN_MS, INSTANCE, LATE, POOLS, SPACES, TENANTS, Clock, decoded, do_something, driven
+from tests.usage_instances import (
+    BEGUN_MS,
+    INSTANCE,
+    LATE,
+    POOLS,
+    SPACES,
+    TENANTS,
+    Clock,
+    Driven,
+    decoded,
+    do_something,
+    driven,
+)
 
 SEEDS = range(2)
 
@@ -187,6 +200,57 @@ def test_a_stream_that_overflowed_records_its_hours_once_it_goes_on():
     assert decoded(one.frames)[-1].epoch == 2
 
 
+def with_tenants(names: list[str], event_bytes: int) -> tuple[Driven, list[Namespace]]:
+    """An instance that knows a namespace of each, and has that much room for events."""
+    spaces = [Namespace(model="tiny", block_tokens=1, tenant=name) for name in names]
+    one = driven(event_bytes=event_bytes)
+    account = UsageAccount(UsagePlan(_native.UsageMeter), POOLS, RevisionedNamespaces(spaces))
+    one.stream.usage = account
+    return one._replace(account=account), spaces
+
+
+def test_usage_that_finds_no_room_is_recorded_once_and_with_the_next_epoch():
+    one, spaces = with_tenants([f"{number:0200}" for number in range(4096)], 1 << 20)
+    one.take()
+    for space in spaces:
+        one.account.read_locked(space.id, {Tier.HOST: 1})
+    one.clock.ms += HOUR_MS
+    one.take()
+    assert one.stream.ledger.overflowed
+    one.take()
+    assert 0 < len(one.events()) < 4
+    one.stream.restart(Epoch(2))
+    for _ in range(3):
+        one.take()
+    tenants = [row.tenant for event in one.events() for row in event.rows]
+    assert tenants == [space.tenant for space in spaces]
+
+
+def test_a_name_of_nothing_but_nul_fits_its_event():
+    one, spaces = with_tenants(["\0" * 255, "ü" * 127 + "\0"], 1 << 20)
+    one.take()
+    for space in spaces:
+        one.account.read_locked(space.id, {Tier.HOST: 1})
+    one.stream.end()
+    one.take()
+    assert [row.tenant for event in one.events() for row in event.rows] == ["ü" * 127, "\ufffd" * 85]
+
+
+def test_a_stream_ends_also_where_its_last_usage_is_interrupted(monkeypatch: pytest.MonkeyPatch):
+    one = driven()
+    one.take()
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(one.account, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        one.stream.end()
+    one.stream.end()
+    one.take()
+    assert isinstance(decoded(one.frames)[-1].events[-1], InstanceStopped)
+
+
 def sums_of(streams: Iterator[list[FrameBytes]]) -> UsageSums:
     sums = UsageSums()
     for frames in streams:
@@ -213,11 +277,18 @@ def test_a_crash_is_a_gap_and_a_clean_stop_is_none():
             one.take()
         streams.append(one.frames)
         clock.ms += 60_000
-    gaps = sums_of(iter(streams)).report().gaps
+    sums = sums_of(iter(streams))
+    gaps = sums.report().gaps
     assert [(gap.since, gap.until) for gap in gaps] == [
         ("2026-09-21T15:00:00Z", "2026-09-21T15:24:20Z"),
         ("2026-09-21T17:00:00Z", ""),
     ]
+    hour_ms = BEGUN_MS // HOUR_MS * HOUR_MS
+    assert not sums.report(since_ms=hour_ms, until_ms=hour_ms + HOUR_MS).gaps  # it goes on behind that
+    told = [
+        sums.report(since_ms=at, until_ms=at + HOUR_MS).gaps for at in range(hour_ms, hour_ms + 5 * HOUR_MS, HOUR_MS)
+    ]
+    assert tuple(gap for hour in told for gap in hour) == gaps
 
 
 def test_names_of_tenants_come_out_of_csv_as_they_went_in():
@@ -236,6 +307,9 @@ def test_names_of_tenants_come_out_of_csv_as_they_went_in():
         tenant: number for number, tenant in enumerate(TENANTS, 1)
     }
     assert "\r" not in text and text.endswith("\n")
+    forged = UsageHour(hour="2026-09-21T15:00:00Z", tenant="a\r2026-09-21T15:00:00Z,acme,9")
+    (row,) = csv.DictReader(io.StringIO(csv_of([forged]), newline=""))
+    assert row["tenant"] == forged.tenant
 
 
 def test_more_tenants_than_an_event_holds_are_told_in_several():

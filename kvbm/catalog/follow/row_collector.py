@@ -15,6 +15,7 @@ from kvbm.core.usage import UsageEntry
 from kvbm.streams.base import Mark
 
 _ROW_BYTES = 200  # what one gathered row takes, about
+_USAGE_BYTES = 1000  # and one of usage, with its numbers
 
 
 class RowCollector:
@@ -162,8 +163,8 @@ class RowCollector:
     @property
     def waiting_bytes(self) -> int:
         """What the rows that were gathered and not taken weigh, about."""
-        rows = len(self._epochs) + len(self._namespaces) + len(self._claims) + len(self._usages)
-        return self._claims_bytes + _ROW_BYTES * rows
+        rows = len(self._epochs) + len(self._namespaces) + len(self._claims)
+        return self._claims_bytes + _ROW_BYTES * rows + _USAGE_BYTES * len(self._usages)
 
     def waiting_claims(self) -> list[ClaimRun]:
         """Claims that were gathered and not given out."""

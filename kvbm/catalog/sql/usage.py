@@ -86,28 +86,49 @@ async def read_page(connection: AsyncConnection, wanted: UsageWanted) -> UsagePa
 
 
 async def read_gaps(connection: AsyncConnection, wanted: UsageWanted) -> list[UsageGap]:
-    """Times of which instances have recorded nothing, by instance and time, at most MOST_GAPS; of all tenants."""
-    table = tables.usage
+    """Times of which instances have recorded nothing that begin within what is wanted, by instance and time, at most
+    MOST_GAPS; of all tenants.
+    """
+    table, later = tables.usage, tables.usage.alias("later")
     place = (table.c.instance, table.c.epoch, table.c.event_offset)
     stretches = (
         select(*place, table.c.since_ms, table.c.until_ms, table.c.is_last)
-        .where(_is_wanted(wanted))
+        # a gap may begin where the hour before ends
+        .where(table.c.since_ms >= wanted.since_ms - HOUR_MS, table.c.since_ms < wanted.until_ms)
         .distinct()
         .subquery()
     )
-    following = func.lead(stretches.c.since_ms).over(
-        partition_by=stretches.c.instance, order_by=(stretches.c.epoch, stretches.c.event_offset)
+    order = (stretches.c.epoch, stretches.c.event_offset, stretches.c.since_ms)
+    following = func.lead(stretches.c.since_ms).over(partition_by=stretches.c.instance, order_by=order)
+    ordered = select(stretches, following.label("following")).subquery()
+    behind = (  # it may end anywhere behind what is wanted
+        select(later.c.since_ms)
+        .where(
+            later.c.instance == ordered.c.instance,
+            tuple_(later.c.epoch, later.c.event_offset) > tuple_(ordered.c.epoch, ordered.c.event_offset),
+        )
+        .order_by(later.c.epoch, later.c.event_offset, later.c.since_ms)
+        .limit(1)
+        .correlate(ordered)
+        .scalar_subquery()
     )
-    ordered = select(
-        stretches.c.instance, stretches.c.until_ms, stretches.c.is_last, following.label("following")
-    ).subquery()
-    asked = (
-        select(ordered.c.instance, ordered.c.until_ms, ordered.c.following)
+    ends = (
+        select(
+            ordered.c.instance,
+            ordered.c.until_ms,
+            func.coalesce(ordered.c.following, behind).label("following"),
+        )
         .where(
             ordered.c.is_last == false(),
-            or_(ordered.c.following == null(), ordered.c.following > ordered.c.until_ms),
+            ordered.c.until_ms >= wanted.since_ms,
+            ordered.c.until_ms < wanted.until_ms,
         )
-        .order_by(ordered.c.instance, ordered.c.until_ms)
+        .subquery()
+    )
+    asked = (
+        select(ends.c.instance, ends.c.until_ms, ends.c.following)
+        .where(or_(ends.c.following == null(), ends.c.following > ends.c.until_ms))
+        .order_by(ends.c.instance, ends.c.until_ms)
         .limit(MOST_GAPS)
     )
     found = [gap_of(InstanceId(row[0]), row[1], row[2]) for row in await connection.execute(asked)]

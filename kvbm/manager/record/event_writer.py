@@ -163,6 +163,8 @@ class EventWriter:
         return min((at_s for at_s in wakes if at_s is not None), default=None)
 
     def _usage_due(self, now_s: float) -> float | None:
+        if now_s < self._retry_s:
+            return None  # until then nothing is taken, so no period ends either
         due_in_s = self._stream.usage_due_in_s()
         return None if due_in_s is None else now_s + due_in_s
 
@@ -286,6 +288,7 @@ class EventWriter:
             if restarted is None:
                 return done
             snapshot_end = restarted
+        self._stream.record_usage_of(self._unwritten)
         self._unwritten.clear()
         self._offsets.begin_epoch(epoch, snapshot_end)
         self._broke, self._asked_epoch = False, ""

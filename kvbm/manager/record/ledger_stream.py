@@ -8,11 +8,11 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvbm.core.backend import LedgerProtocol, LockProtocol
-from kvbm.core.codec import FrameBytes
+from kvbm.core.codec import USAGE_VERSION, FrameBytes, decode_frame
 from kvbm.core.errors import LedgerError
 from kvbm.core.events import MAX_RUN_BLOCKS, UsageRecorded
 from kvbm.core.ids import Epoch, InstanceId, Offset
@@ -25,6 +25,8 @@ log = SafeLog()
 
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 _NEVER = float("-inf")
+_VERSION_AT = slice(4, 6)  # of a frame
+_USAGES_A_TURN = 4  # recorded at once, of those that had to wait: they must not fill the room for events
 
 
 class CompletedSnapshot(NamedTuple):
@@ -159,11 +161,18 @@ class LedgerStream:
         """Record what tenants have used, once the stream goes on."""
         assert self.usage is not None
         with self.lock:
-            if not self.ledger.stopped:
-                self._usages = self.usage.take_events()
-                for event in self._usages:
-                    self.ledger.record_usage(event)
-                    self.wake.set()
+            if self.ledger.stopped:
+                return
+            events, recorded = self.usage.take_events(), 0
+            for event in events[:_USAGES_A_TURN]:
+                self.ledger.record_usage(event)
+                if self.ledger.overflowed:
+                    break  # it is in no frame
+                recorded += 1
+            self._usages = events[:recorded]
+            self.usage.put_back(events[recorded:])
+            if events:
+                self.wake.set()
 
     def usage_due_in_s(self) -> float | None:
         """In how many seconds usage is to be recorded; None: it is not."""
@@ -190,6 +199,21 @@ class LedgerStream:
                 self._began = None
             self._note_epoch(after)
             return after
+
+    def record_usage_of(self, frames: Iterable[FrameBytes]) -> None:
+        """Frames of epochs before are given up, and nobody has read them: what they say of usage is recorded anew."""
+        usage = self.usage
+        if usage is None:
+            return
+        given_up = [
+            event
+            for frame in frames
+            if int.from_bytes(frame.data[_VERSION_AT], "little") >= USAGE_VERSION
+            for event in decode_frame(frame.data)[0].events
+            if isinstance(event, UsageRecorded)
+        ]
+        with self.lock:
+            usage.put_back(given_up)
 
     def expected_snapshot_end(self) -> Offset:
         """About where the first snapshot of an epoch that began now would end."""
@@ -259,9 +283,11 @@ class LedgerStream:
         with self._taking, self.lock:
             if not self.ended:
                 self.ended = True
-                if self.usage is not None and not self.ledger.stopped:
-                    self._record_last_usage_locked(self.usage)
-                self.ledger.stop()
+                try:
+                    if self.usage is not None and not self.ledger.stopped:
+                        self._record_last_usage_locked(self.usage)
+                finally:  # a signal's handler may raise anywhere, and nobody ends it once more
+                    self.ledger.stop()
 
     def _record_last_usage_locked(self, usage: UsageAccount) -> None:
         now_ns = self._wall_clock_ns()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvbm.core.codec import FrameBytes
 from kvbm.core.events import MAX_USAGE_ROWS, PoolStated, UsageRecorded, UsageRow
-from kvbm.core.ids import UNKNOWN, NamespaceId, Reach, Tier
+from kvbm.core.ids import MAX_NAME_BYTES, UNKNOWN, NamespaceId, Reach, Tier
 from kvbm.core.usage import LONGEST_STEP_MS, NewUsageMeter, Numbers
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 
@@ -166,8 +166,7 @@ class UsageAccount:
         sums: dict[str, list[int]] = {}
 
         def of(namespace: NamespaceId) -> list[int]:
-            tenant = self._namespaces.tenants.get(namespace, UNKNOWN).replace("\0", "\ufffd")
-            return sums.setdefault(tenant, [0] * 15)
+            return sums.setdefault(_recorded_name(self._namespaces.tenants.get(namespace, UNKNOWN)), [0] * 15)
 
         for namespace, block_ms, put_blocks in held:
             _add(of(namespace), (*block_ms, *put_blocks), 0)
@@ -178,6 +177,11 @@ class UsageAccount:
             for tenant, numbers in sorted(sums.items(), key=lambda one: one[0].encode())
             if any(numbers)
         ]
+
+
+def _recorded_name(tenant: str) -> str:
+    """As an event has it: NUL becomes U+FFFD, as in SQL, and what no longer fits is left out."""
+    return tenant.replace("\0", "\ufffd").encode(errors="replace")[:MAX_NAME_BYTES].decode(errors="ignore")
 
 
 def _add(sums: list[int], numbers: Sequence[int], first: int) -> None:
