@@ -45,6 +45,7 @@ from kvbm.replay.history_counts import Counts, read_counts, summed, write_counts
 from kvbm.replay.history_manifest import (
     DATA,
     MANIFEST,
+    UNDONE,
     HistoryFile,
     HistoryManifest,
     HistoryRun,
@@ -441,7 +442,7 @@ def _check_ours(folder: Path) -> None:
     """Raises SourceError: a folder has something and no history. OSError."""
     if not folder.exists() or (folder / MANIFEST).exists():
         return
-    if not all(path.name.startswith(DATA) for path in folder.iterdir()):  # some were being written
+    if not all(path.name.startswith((DATA, UNDONE)) for path in folder.iterdir()):  # some were being written
         raise SourceError(f"{folder} has files of something else; give a new folder")
 
 
@@ -466,6 +467,8 @@ def _take_place(folder: Path, before: HistoryManifest, history: HistoryManifest)
     for path in (folder / history.data).iterdir():
         if path.name not in names:
             path.unlink(missing_ok=True)
+    for path in folder.glob(f"{UNDONE}*"):
+        path.unlink(missing_ok=True)
     for path in folder.glob(f"{DATA}*"):
         if path.name not in (history.data, history.before):
             shutil.rmtree(path, ignore_errors=True)

@@ -83,6 +83,7 @@ class History:
         self._stamp: tuple[int, ...] | None = None
         self._asked: queue.SimpleQueue[Ask] = queue.SimpleQueue()
         self._is_idle = threading.Event()
+        self._is_idle.set()
 
     def serve(self, source: BinaryIO, out: BinaryIO) -> None:
         """Answer until the source ends."""
