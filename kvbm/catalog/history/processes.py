@@ -49,6 +49,11 @@ class Beside:
         """Of the process."""
         return self._process.pid
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.poll() is None and not self._reader.at_eof()
+
     async def send(self, kind: int, part: bytes) -> None:
         """Send a part. Raises CatalogError: the process is gone."""
         try:
