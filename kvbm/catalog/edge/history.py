@@ -27,6 +27,9 @@ from kvbm.core.history_answers import (
     HistoryTenants,
     HistoryTimeline,
 )
+from kvbm.safe_log import SafeLog
+
+log = SafeLog()
 
 _PAST_ERRORS = (404, 422, 503, 504)
 _TIME = {"type": "string", "description": "ISO 8601, Unix seconds, or a clock time such as 12:00 (UTC)"}
@@ -158,7 +161,7 @@ class HistoryHandlers:
         limits = past.limits
         is_arrow = ARROW in request.headers.get("accept", "")
         within_s = _within("within_s", asked.within_s, limits.history_s, "limits.history_s")
-        rows = _within("rows", asked.rows, limits.history_rows, "limits.history_rows") if not is_arrow else asked.rows
+        rows = _within("rows", asked.rows, math.inf if is_arrow else limits.history_rows, "limits.history_rows")
         arguments = {"question": asked.question, "arrow": is_arrow, "rows": rows}
         if rows is None and not is_arrow:
             arguments["rows"] = limits.history_rows
@@ -204,16 +207,23 @@ class HistoryResponse(Response):
             await sending
 
     async def _send(self, send: Send) -> None:
-        async with self._past.ask(self._kind, self._arguments, self._within_s) as reply:
-            headers = {"content-type": reply.head.content_type, "cache-control": "no-store", **reply.head.headers}
-            body = reply.body
-            if reply.head.content_type == ARROW:
-                await send(_start(headers))
-                async for part in body:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-                return
-            data = await whole(body)
+        has_begun = False
+        try:
+            async with self._past.ask(self._kind, self._arguments, self._within_s) as reply:
+                headers = {"content-type": reply.head.content_type, "cache-control": "no-store", **reply.head.headers}
+                if reply.head.content_type == ARROW:
+                    has_begun = True
+                    await send(_start(headers))
+                    async for part in reply.body:
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    return
+                data = await whole(reply.body)
+        except ApiError as error:
+            if not has_begun:
+                raise
+            log.warning("history.answer_broken", why=str(error))  # it has no end, which is how its reader knows
+            return
         await send(_start(headers | {"content-length": str(len(data))}))
         await send({"type": "http.response.body", "body": data, "more_body": False})
 
