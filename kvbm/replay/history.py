@@ -63,7 +63,7 @@ from kvbm.replay.spills import Spills, joined
 from kvbm.replay.stays import SourceStays, StayRows, Told
 
 GROUP_ROWS = 16 << 10  # of a row group, which is what a question for one block reads
-KEEP_RETIRED_S = 600.0  # a question takes less
+KEEP_RETIRED_S = 600.0  # a question to a catalog takes no longer: `limits.history_s`
 _FILE_ROWS = 4 << 20  # of a Parquet file, or one spill more
 _RUN_RATIO = 4  # a run takes in one before it that has at most so many times its rows
 _T = TypeVar("_T")

@@ -115,7 +115,7 @@ class HistoryAnswers:
             instances=instances,
             tiers=_tier_sums(instances),
             tenants=self._tenants(held),
-            holes=self.holes(lambda hole: _is_open(hole, moment)),
+            holes=self.holes(lambda hole: hole.is_open(moment)),
         )
 
     def tenants(self, at: str | None = None) -> answers.HistoryTenants:
@@ -125,7 +125,7 @@ class HistoryAnswers:
             at=_text(moment),
             until=self._until,
             tenants=self._tenants(list(self._moments.held_at(moment))),
-            holes=self.holes(lambda hole: _is_open(hole, moment)),
+            holes=self.holes(lambda hole: hole.is_open(moment)),
         )
 
     def instance(self, name: str, at: str | None = None) -> answers.HistoryOfInstance:
@@ -487,10 +487,6 @@ def _tier_sums(instances: Sequence[answers.HistoryInstance]) -> list[answers.His
 def _sum(values: Iterable[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
-
-
-def _is_open(hole: HoleRow, moment: datetime) -> bool:
-    return (hole.since is None or hole.since <= moment) and moment < hole.until
 
 
 def _meets(hole: HoleRow, since: datetime, to: datetime) -> bool:
