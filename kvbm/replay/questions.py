@@ -374,7 +374,8 @@ class HoleRow(NamedTuple):
 
     def is_open(self, moment: datetime) -> bool:
         """Whether what was held at a moment is not known for it."""
-        return (self.since is None or self.since <= moment) and moment < self.until
+        ends = (self.until,) if self.since is None else (self.since, self.until)  # of a clock that may have gone back
+        return (self.since is None or min(ends) <= moment) and moment < max(ends)
 
 
 def hole_rows(history: HistoryDatabase) -> list[HoleRow]:
