@@ -229,7 +229,7 @@ class HistoryAnswers:
         if not found:
             why = f"no event names a block that begins with {digits}"
             if missing := sum(one.next_offset - one.first_offset for one in self._holes):
-                why += f"; {counted(missing, 'event')} that may name one are missing"
+                why += f"; missing: {counted(missing, 'event')}, which may"
             raise AnswerError(404, "block_unknown", why, "see whether it is older")
         if len(found) > _MOST_BLOCKS:
             raise AnswerError(422, "too_many_blocks", f"many blocks begin with {digits}", "give more digits")
