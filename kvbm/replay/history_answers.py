@@ -225,7 +225,7 @@ class HistoryAnswers:
             raise AnswerError(
                 422, "bad_hash", f"{digits[:80]!r} is no hash", f"give {_LEAST_DIGITS} to {_MOST_DIGITS} hex digits"
             )
-        found = block_lives(self.database, digits, _MOST_BLOCKS)
+        found = block_lives(self.database, digits, _MOST_BLOCKS, latest=MOST_LISTED)
         if not found:
             why = f"no event names a block that begins with {digits}"
             if missing := sum(one.next_offset - one.first_offset for one in self._holes):

@@ -233,12 +233,17 @@ def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> B
     return lives
 
 
-def block_lives(history: HistoryDatabase, digits: str, most: int, instance: str | None = None) -> list[BlockLife]:
+def block_lives(
+    history: HistoryDatabase, digits: str, most: int, instance: str | None = None, latest: int | None = None
+) -> list[BlockLife]:
     """The blocks whose hash begins so, with their events and nothing else; of more than `most` no events.
 
+    Args:
+        latest: of each block that has more events than so many, at least its last so many and one more.
     Raises: SourceError.
     """
     one, values = _only(instance)
+    cut = "" if latest is None else f"ORDER BY time DESC, {', '.join(_COLUMNS[1:6])} LIMIT {2 * latest + 2}"
     blocks = history.ask(
         f"SELECT DISTINCT block, namespace FROM block_life(?) WHERE true {one} LIMIT {most + 1}", [digits, *values]
     )
@@ -248,7 +253,8 @@ def block_lives(history: HistoryDatabase, digits: str, most: int, instance: str 
         model, tenant = fields.get(namespace, (None, None))
         lives.append(BlockLife(block=block, namespace=namespace, model=model, tenant=tenant))
     if len(lives) <= most:
-        events = f"SELECT {', '.join(_COLUMNS)} FROM block_life(?) WHERE namespace = ? {one}"
+        # What moved is two rows and one event
+        events = f"SELECT {', '.join(_COLUMNS)} FROM block_life(?) WHERE namespace = ? {one} {cut}"
         for life in lives:
             life.events = _events(history.ask(events, [life.block, life.namespace, *values]).rows)
     return lives

@@ -39,8 +39,6 @@ class Beside:
         except BaseException:
             ours.close()
             raise
-        finally:
-            theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours, limit=_BUFFER_BYTES)
         return cls(process, reader, writer)
 
@@ -89,7 +87,8 @@ class Beside:
 
 
 def _started(command: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True)
+    with theirs:  # closed here: who waits for this may be gone by now
+        return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:
