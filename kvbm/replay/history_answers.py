@@ -235,8 +235,11 @@ class HistoryAnswers:
             raise AnswerError(422, "too_many_blocks", f"many blocks begin with {digits}", "give more digits")
         blocks, at_instances, is_more = [], set[str](), False
         for life in found:
-            is_more |= len(life.events) > MOST_LISTED
             at_instances |= {one.instance for one in life.events}
+            if len(life.events) > MOST_LISTED:
+                is_more = True
+                asked = "SELECT DISTINCT instance FROM block_life(?) WHERE namespace = ?"
+                at_instances |= {row[0] for row in self.database.ask(asked, [life.block, life.namespace]).rows}
             blocks.append(
                 answers.HistoryBlock(
                     block=life.block,
