@@ -410,7 +410,7 @@ class LimitSettings(SettingsGroup, frozen=True):
     loop_share: Annotated[float, Meta(ge=0.01, le=1)] = 0.5
     history_processes: Annotated[int, Meta(ge=1, le=64)] = 2
     history_waiting: Annotated[int, Meta(ge=0, le=10_000)] = 32
-    history_s: Annotated[float, Meta(ge=0.1, le=3600)] = 30.0
+    history_s: Annotated[float, Meta(ge=0.1, le=600)] = 30.0  # files that a question reads stay for so long
     history_rows: Count = 100_000
     history_bytes: Annotated[int, Meta(ge=64 << 20)] = 512 << 20
     history_keeper_bytes: Annotated[int, Meta(ge=512 << 20)] = 4 << 30

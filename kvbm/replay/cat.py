@@ -81,6 +81,8 @@ def cat(
                 break
         if follows:
             out.flush()
+        if not left:
+            break  # before it waits for what comes next
     return findings, notes
 
 

@@ -45,6 +45,7 @@ from kvbm.replay.history_counts import StayCounts, read_counts, summed, write_co
 from kvbm.replay.history_manifest import (
     DATA,
     MANIFEST,
+    UNDONE,
     HistoryFile,
     HistoryManifest,
     HistoryRun,
@@ -62,7 +63,7 @@ from kvbm.replay.spills import Spills, joined
 from kvbm.replay.stays import SourceStays, StayRows, Told
 
 GROUP_ROWS = 16 << 10  # of a row group, which is what a question for one block reads
-KEEP_RETIRED_S = 600.0  # a question takes less
+KEEP_RETIRED_S = 600.0  # a question to a catalog takes no longer: `limits.history_s`
 _FILE_ROWS = 4 << 20  # of a Parquet file, or one spill more
 _RUN_RATIO = 4  # a run takes in one before it that has at most so many times its rows
 _T = TypeVar("_T")
@@ -441,7 +442,7 @@ def _check_ours(folder: Path) -> None:
     """Raises SourceError: a folder has something and no history. OSError."""
     if not folder.exists() or (folder / MANIFEST).exists():
         return
-    if not all(path.name.startswith(DATA) for path in folder.iterdir()):  # some were being written
+    if not all(path.name.startswith((DATA, UNDONE)) for path in folder.iterdir()):  # some were being written
         raise SourceError(f"{folder} has files of something else; give a new folder")
 
 
@@ -466,6 +467,8 @@ def _take_place(folder: Path, before: HistoryManifest, history: HistoryManifest)
     for path in (folder / history.data).iterdir():
         if path.name not in names:
             path.unlink(missing_ok=True)
+    for path in folder.glob(f"{UNDONE}*"):
+        path.unlink(missing_ok=True)
     for path in folder.glob(f"{DATA}*"):
         if path.name not in (history.data, history.before):
             shutil.rmtree(path, ignore_errors=True)

@@ -16,7 +16,7 @@ from kvbm.core import history_answers as answers
 from kvbm.core.errors import ConfigError
 from kvbm.core.history_answers import MOST_LISTED, MOST_STEPS, HistoryHole
 from kvbm.core.ids import HASH_BYTES
-from kvbm.replay.format import parse_at
+from kvbm.replay.format import counted, parse_at
 from kvbm.replay.history_moment import HeldCount, Moments
 from kvbm.replay.history_tables import TIERS
 from kvbm.replay.questions import HoleRow, block_lives, hole_rows
@@ -24,6 +24,7 @@ from kvbm.replay.questions import changes as changes_of
 from kvbm.replay.sql import HistoryDatabase
 
 _BEGIN = datetime(1970, 1, 1)  # noqa: DTZ001 - the times of a history are in UTC, without a zone
+_MICROSECOND = timedelta(microseconds=1)
 _LEAST_DIGITS, _MOST_DIGITS, _MOST_BLOCKS = 8, 2 * HASH_BYTES, 20
 
 
@@ -114,7 +115,7 @@ class HistoryAnswers:
             instances=instances,
             tiers=_tier_sums(instances),
             tenants=self._tenants(held),
-            holes=self.holes(lambda hole: _is_open(hole, moment)),
+            holes=self.holes(lambda hole: hole.is_open(moment)),
         )
 
     def tenants(self, at: str | None = None) -> answers.HistoryTenants:
@@ -124,7 +125,7 @@ class HistoryAnswers:
             at=_text(moment),
             until=self._until,
             tenants=self._tenants(list(self._moments.held_at(moment))),
-            holes=self.holes(lambda hole: _is_open(hole, moment)),
+            holes=self.holes(lambda hole: hole.is_open(moment)),
         )
 
     def instance(self, name: str, at: str | None = None) -> answers.HistoryOfInstance:
@@ -164,10 +165,11 @@ class HistoryAnswers:
         if not 1 <= steps <= MOST_STEPS:
             raise AnswerError(422, "bad_time", f"steps {steps} will not do", f"give 1 to {MOST_STEPS}")
         self._check_stretch(begin, end)
-        gained, lost, by_tier = self._sums(begin, end, steps)
+        length_us = (end - begin) // _MICROSECOND
+        moments = [begin + timedelta(microseconds=length_us * (number + 1) // steps) for number in range(steps)]
+        gained, lost, by_tier = self._sums(begin, end, moments)
         starts, stops = self._starts(begin, end)
-        held = self._moments.by_tier(begin - timedelta(microseconds=1))
-        moments = [begin + (end - begin) * (number + 1) / steps for number in range(steps)]
+        held = self._moments.by_tier(max(begin, _BEGIN) - _MICROSECOND)  # no frame is older than that
         told = []
         for number, moment in enumerate(moments):
             held = {tier: held[tier] + int(by_tier[place, number]) for place, tier in enumerate(TIERS)}
@@ -223,17 +225,21 @@ class HistoryAnswers:
             raise AnswerError(
                 422, "bad_hash", f"{digits[:80]!r} is no hash", f"give {_LEAST_DIGITS} to {_MOST_DIGITS} hex digits"
             )
-        found = block_lives(self.database, digits, _MOST_BLOCKS)
+        found = block_lives(self.database, digits, _MOST_BLOCKS, latest=MOST_LISTED)
         if not found:
-            raise AnswerError(
-                404, "block_unknown", f"no event names a block that begins with {digits}", "see whether it is older"
-            )
+            why = f"no event names a block that begins with {digits}"
+            if missing := sum(one.next_offset - one.first_offset for one in self._holes):
+                why += f"; missing: {counted(missing, 'event')}, which may"
+            raise AnswerError(404, "block_unknown", why, "see whether it is older")
         if len(found) > _MOST_BLOCKS:
             raise AnswerError(422, "too_many_blocks", f"many blocks begin with {digits}", "give more digits")
         blocks, at_instances, is_more = [], set[str](), False
         for life in found:
-            is_more |= len(life.events) > MOST_LISTED
             at_instances |= {one.instance for one in life.events}
+            if len(life.events) > MOST_LISTED:
+                is_more = True
+                asked = "SELECT DISTINCT instance FROM block_life(?) WHERE namespace = ?"
+                at_instances |= {row[0] for row in self.database.ask(asked, [life.block, life.namespace]).rows}
             blocks.append(
                 answers.HistoryBlock(
                     block=life.block,
@@ -284,9 +290,9 @@ class HistoryAnswers:
         """A time, in UTC without a zone; the end of the history for None. Raises AnswerError."""
         end = self._behind_all()
         if text is None:
-            return end - timedelta(microseconds=1)
+            return end - _MICROSECOND
         try:
-            at = parse_at(text, name).on_last_day((end - _BEGIN) // timedelta(microseconds=1))
+            at = parse_at(text, name).on_last_day((end - _BEGIN) // _MICROSECOND)
             if at.time_us is not None:
                 return _BEGIN + timedelta(microseconds=at.time_us)
             why = f"{name} {text[:80]!r} is an offset, which is of one instance"
@@ -296,7 +302,7 @@ class HistoryAnswers:
 
     def _behind_all(self) -> datetime:
         last = datetime.fromisoformat(self._until).replace(tzinfo=None) if self._until else _BEGIN
-        return last + timedelta(microseconds=1)
+        return last + _MICROSECOND
 
     def _check_stretch(self, since: datetime, to: datetime) -> None:
         if since >= to:
@@ -388,15 +394,20 @@ class HistoryAnswers:
             ],
         )
 
-    def _sums(self, since: datetime, to: datetime, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Gained and lost in each part, and by tier how much more was held at its end."""
+    def _sums(
+        self, since: datetime, to: datetime, ends: Sequence[datetime]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Gained and lost in each part, and by tier how much more was held at its end; a part's end is the next one's.
+
+        Args:
+            ends: of the parts; the last is `to`.
+        """
+        steps = len(ends)
         gained, lost = np.zeros(steps, dtype=np.int64), np.zeros(steps, dtype=np.int64)
         by_tier = np.zeros((len(TIERS), steps), dtype=np.int64)
-        begin_us = (since - _BEGIN) // timedelta(microseconds=1)
-        length_us = max(1, (to - since) // timedelta(microseconds=1))
+        ends_us = np.array([(one - _BEGIN) // _MICROSECOND for one in ends], dtype=np.int64)
         for rows in self._moments.changed(since, to):
-            part = ((rows["time"] - begin_us).astype(np.float64) * (steps / length_us)).astype(np.int64)
-            part = np.clip(part, 0, steps - 1)
+            part = np.searchsorted(ends_us, rows["time"], side="right")
             np.add.at(gained, part, rows["gained"])
             np.add.at(lost, part, rows["lost"])
             np.add.at(by_tier, (rows["tier"], part), rows["gained"] - rows["lost"])
@@ -479,10 +490,6 @@ def _tier_sums(instances: Sequence[answers.HistoryInstance]) -> list[answers.His
 def _sum(values: Iterable[int | None]) -> int | None:
     known = [value for value in values if value is not None]
     return sum(known) if known else None
-
-
-def _is_open(hole: HoleRow, moment: datetime) -> bool:
-    return (hole.since is None or hole.since <= moment) and moment < hole.until
 
 
 def _meets(hole: HoleRow, since: datetime, to: datetime) -> bool:

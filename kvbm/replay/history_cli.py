@@ -317,12 +317,16 @@ def _plain(value: object) -> object:
 def _write_arrow(path: Path, reader: Any) -> None:
     import pyarrow
 
+    is_made = is_whole = False
     try:
-        with (
-            open(path, "xb", opener=opener) as file,
-            pyarrow.ipc.new_stream(file, reader.schema) as stream,
-        ):
-            for batch in reader:
-                stream.write_batch(batch)
+        with open(path, "xb", opener=opener) as file:
+            is_made = True
+            with pyarrow.ipc.new_stream(file, reader.schema) as stream:
+                for batch in reader:
+                    stream.write_batch(batch)
+        is_whole = True
     except OSError as error:
         raise SourceError(f"--arrow {path} cannot be written ({error.strerror or error}); give a new file") from None
+    finally:
+        if is_made and not is_whole:
+            path.unlink(missing_ok=True)

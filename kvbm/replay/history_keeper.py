@@ -59,7 +59,7 @@ def keep(
                 on_written(writer.write(open_source()))
             except NothingYetError:
                 on_trouble("")
-            except KvbmError as error:
+            except (KvbmError, OSError) as error:
                 on_trouble(str(error))
             took_s = time.monotonic() - begin_s
             if wait(min(MOST_PAUSE_S, max(LEAST_PAUSE_S, PAUSE_RATIO * took_s))):

@@ -16,6 +16,7 @@ from kvbm.replay.source import FileReached, SourceError
 
 VERSION = 2
 MANIFEST = "history.json"
+UNDONE = f".{MANIFEST}."  # begins the name of one that was being put in its place
 DATA = "data-"
 _PIECE_BYTES = 1 << 20
 T = TypeVar("T")

@@ -12,6 +12,7 @@ import resource
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -41,8 +42,8 @@ from kvbm.core.history_answers import HistoryColumn, HistoryHole, HistoryRows, H
 from kvbm.files import stamp
 from kvbm.replay.history_answers import AnswerError, HistoryAnswers
 from kvbm.replay.history_manifest import MANIFEST, HistoryManifest
-from kvbm.replay.source import ARCHIVE_SUFFIX, SourceError
-from kvbm.replay.sql import DamagedHistoryError, LargeQuestionError, SlowQuestionError
+from kvbm.replay.source import ARCHIVE_SUFFIX, SourceError, SourceFile
+from kvbm.replay.sql import BrokenDatabaseError, DamagedHistoryError, LargeQuestionError, SlowQuestionError
 
 ARROW = "application/vnd.apache.arrow.stream"
 MOST_ANSWER_BYTES = 64 << 20  # of JSON
@@ -82,13 +83,17 @@ class OpenHistory:
         self._stamp: tuple[int, ...] | None = None
         self._asked: queue.SimpleQueue[HistoryAsk] = queue.SimpleQueue()
         self._is_idle = threading.Event()
+        self._is_idle.set()
 
     def serve(self, source: BinaryIO, out: BinaryIO) -> None:
         """Answer until the source ends."""
 
         def send(kind: int, part: bytes) -> None:
-            for begin in range(0, max(1, len(part)), MOST_BYTES // 2):
-                _write_all(out, packed(kind, part[begin : begin + MOST_BYTES // 2]))
+            try:
+                for begin in range(0, max(1, len(part)), MOST_BYTES // 2):
+                    _write_all(out, packed(kind, part[begin : begin + MOST_BYTES // 2]))
+            except OSError:
+                raise _NobodyThereError from None
 
         threading.Thread(target=self._work, args=(send,), daemon=True).start()
         for kind, part in _parts(source):
@@ -131,8 +136,16 @@ class OpenHistory:
         except (AnswerError, KvbmError, MemoryError, KeyboardInterrupt) as error:
             self._is_idle.set()
             send(REFUSAL, msgspec.json.encode(_refusal(error, asked)))
-            if isinstance(error, DamagedHistoryError):
+            if isinstance(error, DamagedHistoryError | BrokenDatabaseError):
                 self._close()
+        except _NobodyThereError:
+            raise
+        except Exception as error:  # noqa: BLE001  # the next question is answered all the same
+            traceback.print_exc()
+            self._is_idle.set()
+            what = f"{type(error).__name__} in {asked.kind}"
+            fault = AnswerError(500, "internal", what, "report it with the catalog's log")
+            send(REFUSAL, msgspec.json.encode(_refusal(fault, asked)))
 
     def _opened(self) -> HistoryAnswers:
         """The history as it is now. Raises AnswerError: there is none. SourceError."""
@@ -145,7 +158,11 @@ class OpenHistory:
         if now != self._stamp or self._answers is None:
             self._close()
             threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
-            self._answers, self._stamp = HistoryAnswers(self._folder, self._memory_bytes, threads), now
+            try:
+                self._answers, self._stamp = HistoryAnswers(self._folder, self._memory_bytes, threads), now
+            except SourceError as error:  # whatever was asked
+                words = "ask again: the catalog makes its history anew where it is damaged"
+                raise AnswerError(503, "history_failed", str(error), words) from None
         return self._answers
 
     def _close(self) -> None:
@@ -223,6 +240,10 @@ class _Question:
                 batch = next(iter(reader), None)
 
 
+class _NobodyThereError(OSError):
+    """Who asked is gone."""
+
+
 class _Sink:
     """A file that sends what is written."""
 
@@ -278,14 +299,17 @@ def _unread(archive: Path | None, history: HistoryManifest) -> int:
     if archive is None:
         return 0
     settled = settled_end(archive)
-    size = 0
+    reached = {one.name: one.bytes for one in history.reached}
+    unread = 0
     for path in archive.glob(f"*{ARCHIVE_SUFFIX}"):
         with suppress(OSError):
+            size = 0
             if settled is None or path.name < settled[0]:
-                size += path.stat().st_size
+                size = path.stat().st_size
             elif path.name == settled[0]:
-                size += settled[1]
-    return max(0, size - sum(one.bytes for one in history.reached))
+                size = settled[1]
+            unread += max(0, size - reached.get(SourceFile(path, "", may_tear=True).key, 0))
+    return unread
 
 
 def _plain(value: object) -> object:

@@ -186,11 +186,12 @@ class TenantTier(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tenants(msgspec.Struct, kw_only=True):
-    """Whose blocks were held at a moment, largest first."""
+    """Whose blocks were held at a moment, largest first. `holes`: what is missing then."""
 
     source: str
     at: str
     tenants: list[TenantTier] = []
+    holes: list[Unknown] = []
 
     def lines(self) -> Iterator[str]:
         """For people."""
@@ -199,6 +200,8 @@ class Tenants(msgspec.Struct, kw_only=True):
             size = "of unknown size" if one.bytes is None else f"{one.bytes:>20,} bytes"
             named = "(unknown)" if one.tenant is None else one.tenant or "(none)"
             yield f"  {named:<24} {one.tier:<6} {one.blocks:>14,} blocks {size} at {counted(one.instances, 'instance')}"
+        for hole in self.holes:
+            yield f"  {hole.instance}: {counted(hole.events, 'event')} missing, up to {hole.until}"
 
 
 def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> BlockLives:
@@ -230,12 +233,17 @@ def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> B
     return lives
 
 
-def block_lives(history: HistoryDatabase, digits: str, most: int, instance: str | None = None) -> list[BlockLife]:
+def block_lives(
+    history: HistoryDatabase, digits: str, most: int, instance: str | None = None, latest: int | None = None
+) -> list[BlockLife]:
     """The blocks whose hash begins so, with their events and nothing else; of more than `most` no events.
 
+    Args:
+        latest: of each block that has more events than so many, at least its last so many and one more.
     Raises: SourceError.
     """
     one, values = _only(instance)
+    cut = "" if latest is None else f"ORDER BY time DESC, {', '.join(_COLUMNS[1:6])} LIMIT {2 * latest + 2}"
     blocks = history.ask(
         f"SELECT DISTINCT block, namespace FROM block_life(?) WHERE true {one} LIMIT {most + 1}", [digits, *values]
     )
@@ -245,7 +253,8 @@ def block_lives(history: HistoryDatabase, digits: str, most: int, instance: str 
         model, tenant = fields.get(namespace, (None, None))
         lives.append(BlockLife(block=block, namespace=namespace, model=model, tenant=tenant))
     if len(lives) <= most:
-        events = f"SELECT {', '.join(_COLUMNS)} FROM block_life(?) WHERE namespace = ? {one}"
+        # What moved is two rows and one event
+        events = f"SELECT {', '.join(_COLUMNS)} FROM block_life(?) WHERE namespace = ? {one} {cut}"
         for life in lives:
             life.events = _events(history.ask(events, [life.block, life.namespace, *values]).rows)
     return lives
@@ -292,6 +301,7 @@ def tenants(history: HistoryDatabase, at: datetime | None = None) -> Tenants:
             )
             for tenant, tier, blocks, size, at_ in rows
         ],
+        holes=[] if at is None else [_unknown(row) for row in hole_rows(history) if row.is_open(at)],
     )
 
 
@@ -368,6 +378,11 @@ class HoleRow(NamedTuple):
     since: datetime | None
     until: datetime
 
+    def is_open(self, moment: datetime) -> bool:
+        """Whether what was held at a moment is not known for it."""
+        ends = (self.until,) if self.since is None else (self.since, self.until)  # of a clock that may have gone back
+        return (self.since is None or min(ends) <= moment) and moment < max(ends)
+
 
 def hole_rows(history: HistoryDatabase) -> list[HoleRow]:
     """All holes, by their ends. Raises SourceError."""
@@ -384,17 +399,21 @@ def _holes(
     until: datetime | None = None,
 ) -> list[Unknown]:
     return [
-        Unknown(
-            instance=row.instance,
-            since=_iso(row.since),
-            until=_iso(row.until),
-            events=row.next_offset - row.first_offset,
-        )
+        _unknown(row)
         for row in hole_rows(history)
         if (instances is None or row.instance in instances)
         and (since is None or row.until >= since)
         and (until is None or row.since is None or row.since < until)
     ]
+
+
+def _unknown(row: HoleRow) -> Unknown:
+    return Unknown(
+        instance=row.instance,
+        since=_iso(row.since),
+        until=_iso(row.until),
+        events=row.next_offset - row.first_offset,
+    )
 
 
 def _iso(moment: datetime | None) -> str | None:

@@ -230,7 +230,8 @@ class FileSource:
                     self.order += 1
                     frames += bool(piece.data)
                     self.done = read - size + at
-                self._set_reached(file.key, at, _checksum(handle, at))
+                crc32 = known.crc32 if known is not None and known.bytes == at else _checksum(handle, at)
+                self._set_reached(file.key, at, crc32)
             finally:
                 os.close(handle)
         if not reached and not self.unsettled:

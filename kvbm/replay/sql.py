@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 from kvbm.core.errors import MissingExtraError
 from kvbm.replay.history_manifest import HistoryFile, check_files, read_manifest
@@ -29,6 +29,7 @@ MEMORY_BYTES = 1 << 30
 TIMEOUT_S = 60.0
 MOST_ROWS = 100_000
 _BATCH_ROWS = 10_000
+_AGAIN_S = 0.05  # between two interrupts: one that comes before a question runs counts for nothing
 _SPECIAL = "[*?"  # in a path that DuckDB is given they stand for other files
 _Result = TypeVar("_Result")
 _WHO = "instance, stream, life, epoch"
@@ -95,6 +96,10 @@ class DamagedHistoryError(SourceError):
     """A file of the history is not there, or no good."""
 
 
+class BrokenDatabaseError(SourceError):
+    """A question has met a fault of DuckDB's, after which that answers nothing more; open the history again."""
+
+
 class SqlAnswer(NamedTuple):
     """What a question gave.
 
@@ -148,6 +153,8 @@ class HistoryDatabase:
         }
         files = {name: [data / one.name for one in found if one is not None] for name, found in told.items()}
         self._data = data
+        self._guard = threading.Lock()  # held while a question ends, is interrupted, or all of it is closed
+        self._is_closed = False
         self.timeout_s = TIMEOUT_S
         try:
             for statement in (
@@ -201,16 +208,26 @@ class HistoryDatabase:
         self._within(question, hand_on, timeout_s)
 
     def arrow(self, question: str, take: Callable[[Any], object], timeout_s: float | None = None) -> None:
-        """Hand a question's rows on as a pyarrow.RecordBatchReader. Raises SourceError as `ask`."""
-        self._within(question, lambda: take(self._connection.sql(question).to_arrow_reader(_BATCH_ROWS)), timeout_s)
+        """Hand a question's rows on as pyarrow.RecordBatch: an iterator with their `schema`. Raises SourceError as
+        `ask`.
+        """
+
+        def hand_on() -> None:
+            take(_Batches(self._connection.sql(question).to_arrow_reader(_BATCH_ROWS)))
+
+        self._within(question, hand_on, timeout_s)
 
     def cancel(self) -> None:
-        """End the question under way."""
-        self._connection.interrupt()
+        """End the question under way. Any thread."""
+        with self._guard:
+            if not self._is_closed:
+                self._connection.interrupt()
 
     def close(self) -> None:
         """Give back all of it. Idempotent."""
-        self._connection.close()
+        with self._guard:
+            self._is_closed = True
+            self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -221,31 +238,46 @@ class HistoryDatabase:
     def _within(self, question: str, run: Callable[[], _Result], timeout_s: float | None) -> _Result:
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self._check(question)
-        over = threading.Event()
+        over, has_ended = threading.Event(), threading.Event()
 
         def stop() -> None:
             over.set()
-            self.cancel()
+            while not has_ended.wait(_AGAIN_S):
+                with self._guard:
+                    if not (has_ended.is_set() or self._is_closed):  # the next question has its own time
+                        self._connection.interrupt()
 
         timer = threading.Timer(timeout_s, stop)
         timer.daemon = True
         timer.start()
         try:
             return run()
-        except self._duckdb.OutOfMemoryException as error:
-            why = str(error).strip().splitlines()[0]
-            raise LargeQuestionError(f"the question needs more memory than it may take: {why}") from None
         except (self._duckdb.Error, RuntimeError) as error:
             if over.is_set():
                 late = f"the question took longer than {timeout_s:g} s; ask for less, or give --within"
                 raise SlowQuestionError(late) from None
-            if "interrupted" in str(error).lower():
-                raise KeyboardInterrupt from None
-            if isinstance(error, self._duckdb.IOException) or str(self._data) in str(error):
-                raise DamagedHistoryError(f"{str(error).strip()}; make the history anew") from None
-            raise SourceError(str(error).strip()) from None
+            self._raise(error)
         finally:
             timer.cancel()
+            with self._guard:
+                has_ended.set()
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Say what DuckDB says as an error of ours. Raises SourceError, KeyboardInterrupt."""
+        duckdb, said = self._duckdb, str(error).strip()
+        # While rows are read, an error comes with its kind in words alone
+        is_late = isinstance(error, _RowsError)
+        kind, first = said.partition(" Error")[0] if is_late else "", said.partition("\n")[0]
+        is_signal = isinstance(error, RuntimeError) and not is_late and "interrupted" in said.lower()
+        if isinstance(error, duckdb.OutOfMemoryException) or kind == "Out of Memory":
+            raise LargeQuestionError(f"the question needs more memory than it may take: {first}") from None
+        if isinstance(error, duckdb.InterruptException) or kind == "INTERRUPT" or is_signal:
+            raise KeyboardInterrupt from None
+        if isinstance(error, duckdb.FatalException | duckdb.InternalException) or kind in ("FATAL", "INTERNAL"):
+            raise BrokenDatabaseError(first) from None
+        if isinstance(error, duckdb.IOException) or kind == "IO" or str(self._data) in said:
+            raise DamagedHistoryError(f"{said}; make the history anew") from None
+        raise SourceError(said) from None
 
     def _check(self, question: str) -> None:
         """Raises SourceError: it is not one question, but a command, or several."""
@@ -255,6 +287,29 @@ class HistoryDatabase:
             raise SourceError(str(error).strip()) from None
         if len(statements) != 1 or statements[0].type != self._duckdb.StatementType.SELECT:
             raise SourceError("give one question that only reads: SELECT, FROM, WITH, DESCRIBE or SHOW")
+
+
+class _RowsError(RuntimeError):
+    """What went wrong while rows were read."""
+
+
+class _Batches:
+    """Rows as they come. What goes wrong then is told apart from what befalls who takes them: both are OSErrors."""
+
+    def __init__(self, reader: Any) -> None:
+        self.schema = reader.schema
+        self._reader = reader
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._reader.read_next_batch()
+        except StopIteration:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:  # as the library has it, by the number it was given
+            raise _RowsError(str(error)) from None
 
 
 def _listed(paths: Sequence[Path]) -> str:

@@ -75,6 +75,14 @@ def test_a_growing_archive_is_followed_over_torn_writes_and_new_files(tmp_path: 
     assert [line.split()[1] for line in lines()] == ["e1+0", "e1+1", "e1+2", "e1+3", "e1+4", "e1+5"]
 
 
+def test_it_ends_at_its_limit_without_waiting_for_what_comes_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    capture = tmp_path / "capture.kvbm"
+    capture.write_bytes(packed(frames_of(LOG)))
+    count = sum(map(len, LOG))
+    assert main(["cat", str(capture), "--follow", "--limit", str(count)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == count
+
+
 def test_the_live_stream_is_followed(tmp_path: Path, fresh_nats: str, cluster: str, cat):
     one = Instance(fresh_nats, cluster, "one")
     one.publish()

@@ -134,6 +134,27 @@ def test_an_empty_history_and_bad_times(opened: Callable[..., HistoryAnswers]):
         assert (error.value.status, error.value.code) == (422, "bad_time")
 
 
+def test_times_at_the_ends_of_the_calendar_and_of_parts_are_exact(opened: Callable[..., HistoryAnswers]):
+    answers = opened(*frames_of(LOG))
+    line = answers.timeline("0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z", 500)
+    assert line.steps[-1].time == line.to == "9999-12-31T23:59:59.999999Z"
+    whole = answers.timeline()
+    assert sum(step.gained for step in line.steps) == sum(step.gained for step in whole.steps) > 0
+    assert answers.overview("0001-01-01T00:00:00Z").instances == []
+    for steps in (7, 13, 70, 300):  # events lie at full seconds, and so do some ends of parts
+        parts = answers.timeline(at(0), at(7), steps).steps
+        for step in parts[steps // 7 - 1 :: max(1, steps // 7)]:
+            before = datetime.fromisoformat(step.time) - timedelta(microseconds=1)
+            held = {tier.tier: tier.blocks for tier in answers.overview(before.isoformat()).tiers if tier.blocks}
+            assert step.blocks == held, (steps, step.time)
+
+
+def test_a_block_that_nobody_names_may_be_in_a_hole(opened: Callable[..., HistoryAnswers]):
+    frames = frames_of([[START], [created(Tier.HBM, ONE, [0])], [created(Tier.HBM, TWO, [1])]])
+    with pytest.raises(AnswerError, match="missing: 1 event, which may"):
+        opened(frames[0], frames[2]).block(ONE.hex())
+
+
 def test_damaged_counts_are_told_as_damage(tmp_path: Path, opened: Callable[..., HistoryAnswers]):
     answers = opened(*frames_of(LOG))
     assert answers.overview(at(BEGIN_NS % SECOND_NS + 3)).instances

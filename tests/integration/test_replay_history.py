@@ -32,7 +32,7 @@ from kvbm.replay.opening import open_source
 from kvbm.replay.order import FrameOrdering, LifeBegins, Next, StreamKey
 from kvbm.replay.questions import BlockLife, changes, tenants, why
 from kvbm.replay.source import FileSource, SourceError, SourceFile
-from kvbm.replay.sql import HistoryDatabase
+from kvbm.replay.sql import HistoryDatabase, SlowQuestionError
 from kvbm.streams.base import Fence
 from tests.both_folds import states_at
 from tests.captures import BEGIN_NS, SECOND_NS, make_capture, packed
@@ -172,6 +172,9 @@ def test_a_hole_is_told_where_it_matters(tmp_path: Path):
         assert any("1 event of one are missing" in line for line in found.lines())
         moment = BEGIN + timedelta(seconds=3)
         assert [one.events for one in changes(opened, moment, moment + timedelta(minutes=1)).holes] == [1]
+        assert [one.events for one in tenants(opened, moment).holes] == [1]
+        assert "1 event missing" in [*tenants(opened, moment).lines()][-1]
+        assert tenants(opened, moment + timedelta(seconds=1)).holes == []
 
 
 @pytest.mark.parametrize(
@@ -210,6 +213,35 @@ def test_a_question_too_large_or_too_long_is_given_up(tmp_path: Path):
                 timeout_s=0.3,
             )
         assert opened.ask("SELECT count(*) FROM residencies").rows == [(1,)]
+
+
+def test_what_befalls_a_question_while_its_rows_are_read_is_told_as_what_it_is(
+    history: HistoryDatabase, tmp_path: Path
+):
+    def drain(reader: Any) -> None:
+        for _ in reader:
+            pass
+
+    def leave(reader: Any) -> None:
+        next(reader)
+        raise BrokenPipeError
+
+    with pytest.raises(SlowQuestionError):
+        history.arrow("SELECT range FROM range(1000000000000)", drain, 0.3)
+    late = "SELECT CAST(CASE WHEN range = 900000 THEN 'x' ELSE '1' END AS INTEGER) AS n FROM range(1000000)"
+    with pytest.raises(SourceError, match=r"(?i)convert") as error:
+        history.arrow(late, drain)
+    assert type(error.value) is SourceError
+    with pytest.raises(BrokenPipeError):
+        history.arrow("SELECT range FROM range(1000000000000)", leave)
+    with pytest.raises(SourceError, match='"interrupted"'):
+        history.ask("SELECT interrupted")
+    assert history.ask("SELECT 1").rows == [(1,)]
+    rows = tmp_path / "rows.arrow"
+    assert main(["sql", str(tmp_path / "history"), late, "--arrow", str(rows)]) == 2
+    assert not rows.exists()
+    history.close()
+    history.cancel()  # nothing is left to end
 
 
 def test_a_folder_of_something_else_stays_and_an_older_history_is_replaced(tmp_path: Path):
@@ -496,6 +528,14 @@ def test_what_a_killed_writer_has_left_goes_with_the_next_writing(tmp_path: Path
     kept = {file.name for file in report.files()} | {name for one in report.retired for name in one.names}
     assert {path.name for path in data.iterdir()} <= kept
     assert sorted(path.name for path in history.iterdir()) == [data.name, MANIFEST]
+
+
+def test_a_manifest_that_a_killed_writer_was_putting_in_its_place_is_in_nobodys_way(tmp_path: Path):
+    folder = tmp_path / "history"
+    folder.mkdir()
+    (folder / ".history.json.7.ab").write_text("{")
+    made(tmp_path, frames_of(LOG))
+    assert sorted(path.name for path in folder.iterdir()) == [read_manifest(folder).data, "history.json"]
 
 
 def test_many_writings_leave_few_runs_and_no_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -15,95 +15,11 @@ from starlette.types import Receive, Scope, Send
 
 from kvbm.catalog.answers.prompts import ApiError
 from kvbm.catalog.history.past import PastAnswers, whole
-from kvbm.core.history_answers import (
-    MOST_STEPS,
-    HistoryBlocks,
-    HistoryChanges,
-    HistoryOfInstance,
-    HistoryOverview,
-    HistoryQuestion,
-    HistoryRows,
-    HistoryStatus,
-    HistoryTenants,
-    HistoryTimeline,
-)
+from kvbm.core.history_answers import MOST_STEPS, HistoryQuestion
+from kvbm.safe_log import SafeLog
 
-_PAST_ERRORS = (404, 422, 503, 504)
-_TIME = {"type": "string", "description": "ISO 8601, Unix seconds, or a clock time such as 12:00 (UTC)"}
-HISTORY_ROUTES: tuple[dict[str, Any], ...] = (  # as arguments of `api._Route`
-    {
-        "path": "/v1/history",
-        "handler": "history",
-        "gives": HistoryStatus,
-        "summary": "From when to when the past can be asked, and what is missing. For operators, as all below.",
-        "errors": (404, 422, 503),
-    },
-    {
-        "path": "/v1/history/overview",
-        "handler": "history_overview",
-        "gives": HistoryOverview,
-        "summary": "Instances, tiers and tenants at a moment.",
-        "errors": _PAST_ERRORS,
-        "asks": {"at": _TIME},
-    },
-    {
-        "path": "/v1/history/timeline",
-        "handler": "history_timeline",
-        "gives": HistoryTimeline,
-        "summary": "Blocks gained, lost and held in equal parts of a stretch of time, starts and stops.",
-        "errors": _PAST_ERRORS,
-        "asks": {
-            "from": _TIME,
-            "to": _TIME,
-            "steps": {"type": "integer", "minimum": 1, "maximum": MOST_STEPS, "default": 100},
-        },
-    },
-    {
-        "path": "/v1/history/changes",
-        "handler": "history_changes",
-        "gives": HistoryChanges,
-        "summary": "What began and ended in a stretch of time, by instance, tier and cause.",
-        "errors": _PAST_ERRORS,
-        "asks": {"from": _TIME, "to": _TIME, "instance": {"type": "string"}},
-    },
-    {
-        "path": "/v1/history/tenants",
-        "handler": "history_tenants",
-        "gives": HistoryTenants,
-        "summary": "Whose blocks filled the tiers at a moment.",
-        "errors": _PAST_ERRORS,
-        "asks": {"at": _TIME},
-    },
-    {
-        "path": "/v1/history/block/{hash}",
-        "handler": "history_block",
-        "gives": HistoryBlocks,
-        "summary": "Who held a block at a moment, and its life event by event; its hash, or 8 digits or more of it.",
-        "errors": _PAST_ERRORS,
-        "asks": {"at": _TIME},
-    },
-    {
-        "path": "/v1/history/instances/{instance}",
-        "handler": "history_instance",
-        "gives": HistoryOfInstance,
-        "summary": "An instance at a moment, and all its epochs.",
-        "errors": _PAST_ERRORS,
-        "asks": {"at": _TIME},
-    },
-    {
-        "path": "/v1/history/sql",
-        "handler": "history_sql",
-        "method": "POST",
-        "takes": HistoryQuestion,
-        "gives": HistoryRows,
-        "summary": "One SELECT over the past. As JSON, or as Arrow IPC stream where `accept` is "
-        "application/vnd.apache.arrow.stream.",
-        "errors": (400, 408, 413, *_PAST_ERRORS),
-        "examples": {
-            "count": {"value": {"question": "SELECT tier, count(*) AS blocks FROM residencies GROUP BY tier"}}
-        },
-    },
-)
+log = SafeLog()
+
 ARROW = "application/vnd.apache.arrow.stream"
 _DIGITS = 9  # of numbers in a query
 
@@ -158,7 +74,7 @@ class HistoryHandlers:
         limits = past.limits
         is_arrow = ARROW in request.headers.get("accept", "")
         within_s = _within("within_s", asked.within_s, limits.history_s, "limits.history_s")
-        rows = _within("rows", asked.rows, limits.history_rows, "limits.history_rows") if not is_arrow else asked.rows
+        rows = _within("rows", asked.rows, math.inf if is_arrow else limits.history_rows, "limits.history_rows")
         arguments = {"question": asked.question, "arrow": is_arrow, "rows": rows}
         if rows is None and not is_arrow:
             arguments["rows"] = limits.history_rows
@@ -204,16 +120,23 @@ class HistoryResponse(Response):
             await sending
 
     async def _send(self, send: Send) -> None:
-        async with self._past.ask(self._kind, self._arguments, self._within_s) as reply:
-            headers = {"content-type": reply.head.content_type, "cache-control": "no-store", **reply.head.headers}
-            body = reply.body
-            if reply.head.content_type == ARROW:
-                await send(_start(headers))
-                async for part in body:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-                return
-            data = await whole(body)
+        has_begun = False
+        try:
+            async with self._past.ask(self._kind, self._arguments, self._within_s) as reply:
+                headers = {"content-type": reply.head.content_type, "cache-control": "no-store", **reply.head.headers}
+                if reply.head.content_type == ARROW:
+                    has_begun = True
+                    await send(_start(headers))
+                    async for part in reply.body:
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    return
+                data = await whole(reply.body)
+        except ApiError as error:
+            if not has_begun:
+                raise
+            log.warning("history.answer_broken", why=str(error))  # it has no end, which is how its reader knows
+            return
         await send(_start(headers | {"content-length": str(len(data))}))
         await send({"type": "http.response.body", "body": data, "more_body": False})
 

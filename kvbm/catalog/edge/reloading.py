@@ -140,6 +140,8 @@ def commit(parts: ServedParts, new: _Prepared) -> tuple[str, ...]:
         parts.limits.change(limits)
         parts.connections.change(limits, new.sockets)
         parts.service.watches.change(limits)
+        if parts.service.past is not None:
+            parts.service.past.limits = limits
         parts.config.timeout_keep_alive = max(1, round(limits.idle_s))
     before = parts.service.settings
     parts.service.settings = msgspec.structs.replace(

@@ -24,6 +24,7 @@ FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
 STEADY_S = 60.0  # one that has run so long begins with the first pause again
 _DATA = "data-*"
 _MANIFEST = "history.json"
+_UNDONE = f".{_MANIFEST}.*"  # of a manifest that was being put in its place
 
 
 class HistoryKeeper:
@@ -42,7 +43,10 @@ class HistoryKeeper:
         self.read_s, self.trouble = 0.0, ""
         self._command, self._folder, self._degraded = command, folder, degraded
         self._process: Beside | None = None
-        self._renewed_s = 0.0
+        self._has_looked = False  # the process has said how its first look went
+        self._is_ended = False  # the process, by us
+        self._erasing = 0
+        self._renewed_s = -STEADY_S
         self._alone = asyncio.Lock()  # held while the process may write
 
     async def run(self) -> None:
@@ -59,44 +63,62 @@ class HistoryKeeper:
             pause_s = min(MOST_PAUSE_S, 2 * pause_s)
 
     def look_again(self) -> None:
-        """Have it look whether all its files are good: somebody could not read one."""
-        if self._process is not None and time.monotonic() - self._renewed_s >= STEADY_S:
+        """Have it look whether all its files are good, as it does when it begins: somebody could not read one.
+
+        One that has not ended its first look is left alone: it may be making all of it anew.
+        """
+        if self._has_looked and time.monotonic() - self._renewed_s >= STEADY_S:
             self._renewed_s = time.monotonic()
-            self._process.kill()
+            self._end()
 
     async def erase(self) -> None:
         """Remove all of the history; it is made anew. Raises CatalogError: something of it cannot be removed."""
-        if self._process is not None:
-            self._process.kill()
-        async with self._alone:
-            try:
+        self._erasing += 1
+        try:
+            self._end()
+            async with self._alone:
                 await in_thread(_remove, self._folder)
-            except OSError as error:
-                why = f"the history {self._folder} cannot be removed ({error.strerror or error})"
-                raise CatalogError(why) from None
+        except OSError as error:
+            why = f"the history {self._folder} cannot be removed ({error.strerror or error})"
+            raise CatalogError(why) from None
+        finally:
+            self._erasing -= 1
         self.read_s = 0.0
 
     async def _follow(self) -> str:
-        """Run the process until it ends. Returns why it has."""
+        """Run the process until it ends. Returns why it has; "" where it was ended here."""
         try:
-            self._process = await Beside.start(self._command)
+            process = self._process = await Beside.start(self._command)
         except CatalogError as error:
             return str(error)
+        self._has_looked = self._is_ended = False
+        if self._erasing:  # since before there was anything to end
+            self._end()
+        said = ""
         try:
             while True:
-                kind, part = await self._process.receive()
+                kind, part = await process.receive()
                 if kind == REPORT:
-                    self._take(msgspec.json.decode(part, type=KeeperReport))
+                    said = self._take(msgspec.json.decode(part, type=KeeperReport))
         except CatalogError as error:
-            return str(error)
+            return "" if self._is_ended else said or str(error)
         finally:
-            process, self._process = self._process, None
+            self._process, self._has_looked = None, False
             with suppress(CatalogError):
                 await asyncio.shield(process.close())
 
-    def _take(self, report: KeeperReport) -> None:
+    def _end(self) -> None:
+        """End the process by force; another one is started."""
+        if self._process is not None:
+            self._is_ended = True
+            self._process.kill()
+
+    def _take(self, report: KeeperReport) -> str:
+        """Returns what does not work."""
+        self._has_looked = True
         self.read_s = report.read_s or self.read_s
         self._note(report.trouble)
+        return report.trouble
 
     def _note(self, trouble: str) -> None:
         self.trouble = trouble
@@ -108,5 +130,7 @@ class HistoryKeeper:
 
 def _remove(folder: Path) -> None:
     (folder / _MANIFEST).unlink(missing_ok=True)
+    for path in folder.glob(_UNDONE):
+        path.unlink(missing_ok=True)
     for path in folder.glob(_DATA):
         shutil.rmtree(path)

@@ -39,8 +39,6 @@ class Beside:
         except BaseException:
             ours.close()
             raise
-        finally:
-            theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours, limit=_BUFFER_BYTES)
         return cls(process, reader, writer)
 
@@ -48,6 +46,11 @@ class Beside:
     def number(self) -> int:
         """Of the process."""
         return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.poll() is None and not self._reader.at_eof()
 
     async def send(self, kind: int, part: bytes) -> None:
         """Send a part. Raises CatalogError: the process is gone."""
@@ -84,7 +87,8 @@ class Beside:
 
 
 def _started(command: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True)
+    with theirs:  # closed here: who waits for this may be gone by now
+        return subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> None:

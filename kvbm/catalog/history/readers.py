@@ -59,11 +59,13 @@ class HistoryReaders:
         """
         await self._wait_in_line()
         reader: Beside | None = None
-        is_done, generation = False, self._generation
+        starting, generation = self._taken(), self._generation
+        is_done = True  # nothing is asked yet
         try:
             try:
                 async with asyncio.timeout(asked.within_s + _GRACE_S):
-                    reader = await self._reader()
+                    reader = await asyncio.shield(starting)
+                    is_done = False
                     await reader.send(ASK, msgspec.json.encode(asked))
                     head = await self._head(reader)
 
@@ -84,7 +86,7 @@ class HistoryReaders:
                 is_done = True  # a refusal ends an answer
                 raise
         finally:
-            self._leave(reader, is_done, generation)
+            self._leave(starting, is_done, generation)
 
     def renew(self) -> None:
         """Have those that answer begin anew: nothing of what they had open stays open."""
@@ -118,8 +120,16 @@ class HistoryReaders:
             self._free.release()
             raise ApiError(503, "history_building", "the catalog is stopping", "ask another one")
 
-    async def _reader(self) -> Beside:
-        return self._idle.pop() if self._idle else await Beside.start(self._command)
+    def _taken(self) -> asyncio.Future[Beside]:
+        """A process that is free, or one that is started; who asks may be gone before it is there."""
+        while self._idle:
+            reader = self._idle.pop()
+            if reader.is_alive:
+                taken: asyncio.Future[Beside] = asyncio.get_running_loop().create_future()
+                taken.set_result(reader)
+                return taken
+            self._end(reader)
+        return asyncio.create_task(Beside.start(self._command), name="catalog-history-start")
 
     async def _head(self, reader: Beside) -> HistoryHead:
         kind, part = await reader.receive()
@@ -144,17 +154,16 @@ class HistoryReaders:
             self._on_failed()
         return ApiError(refusal.status, refusal.code, refusal.message, refusal.what_to_do)
 
-    def _leave(self, reader: Beside | None, is_done: bool, generation: int) -> None:
-        """Have the process be free again, once what it is asked is over."""
-        if reader is None:
-            self._free.release()
-            return
-        task = asyncio.create_task(self._freed(reader, is_done, generation), name="catalog-history-leave")
+    def _leave(self, starting: asyncio.Future[Beside], is_done: bool, generation: int) -> None:
+        """Have the process be free again, once it has started, and what it is asked is over."""
+        task = asyncio.create_task(self._freed(starting, is_done, generation), name="catalog-history-leave")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _freed(self, reader: Beside, is_done: bool, generation: int) -> None:
+    async def _freed(self, starting: asyncio.Future[Beside], is_done: bool, generation: int) -> None:
+        reader: Beside | None = None
         try:
+            reader = await starting
             if not is_done:
                 async with asyncio.timeout(_LEAVE_S):
                     await reader.send(CANCEL, b"")
@@ -164,10 +173,12 @@ class HistoryReaders:
                 self._idle.append(reader)
                 return
         except (CatalogError, TimeoutError):
-            reader.kill()
+            if reader is not None:
+                reader.kill()
         finally:
             self._free.release()
-        await reader.close()
+        if reader is not None:
+            await reader.close()
 
     def _end(self, reader: Beside) -> None:
         task = asyncio.create_task(reader.close(), name="catalog-history-end")
