@@ -6,6 +6,12 @@ import { iso } from "../time.js";
 
 const AGAIN_MS = 2000;
 const CHANGES_MS = 300000;
+const HISTORY_AGAIN_MS = 15000;
+
+// null where there is no answer: what else is known shows without it.
+async function orNone(work) {
+  try { return await work; } catch (error) { if (error instanceof AskError) return null; throw error; }
+}
 
 const facts = (pairs) => h("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => [h("dt", null, name), h("dd", null, value)]));
 const fillBar = (part, tier) => h("span", { class: `bar wide tier${tier}` }, h("i", { style: { width: part === null ? "0%" : `${Math.min(100, 100 * part).toFixed(1)}%` } }));
@@ -39,18 +45,36 @@ export class Instance {
     if (at !== this.at) this.asking.drop();
     this.at = at;
     this.asked = Date.now();
-    const name = encodeURIComponent(this.name), kept = this.app.live.head && this.app.live.head.catalog.history;
+    const name = encodeURIComponent(this.name), keeps = this.app.keepsHistory;
     if (at !== null) { this.asking.ask(async () => ({ past: await ask(question(`v1/history/instances/${name}`, { at: iso(at) })), at })); return; }
     const seesAll = this.app.live.head && this.app.live.head.catalog.sees_all;
-    const or = async (work) => { try { return await work; } catch (error) { if (error instanceof AskError) return null; throw error; } };
     this.asking.ask(async () => {
       const page = await ask(question("v1/instances", { name: this.name }));
-      const [detail, past, changes] = await Promise.all([
-        seesAll && page.instances.length && page.instances[0].heartbeat_age_s !== null ? or(ask(`v1/overview/instances/${name}`)) : null,
-        kept ? or(ask(`v1/history/instances/${name}`)) : null,
-        kept && this.app.time.until ? or(ask(question("v1/history/changes", { from: iso(Math.max(this.app.time.from, this.app.time.until - CHANGES_MS)), instance: this.name }))) : null]);
-      return { one: page.instances[0], detail, past, changes, seesAll, at };
+      const isHeard = page.instances.length && page.instances[0].heartbeat_age_s !== null;
+      const [detail, told] = await Promise.all([seesAll && isHeard ? this.details(name) : null, keeps ? this.lately(this.name) : null]);
+      return { one: page.instances[0], detail, past: told && told.past, changes: told && told.changes, seesAll, at };
     });
+  }
+
+  // What its heartbeat tells more.
+  async details(name) {
+    if (this.app.isRefused) return null;
+    try { return await ask(`v1/overview/instances/${name}`); } catch (error) {
+      if (!(error instanceof AskError)) throw error;
+      this.app.isRefused = error.status === 403;
+      return null;
+    }
+  }
+
+  // What the history says of it, asked for less often: it grows by pieces.
+  async lately(name) {
+    const { from, until } = this.app.time, known = this.known;
+    if (known && known.name === name && Date.now() - known.when < HISTORY_AGAIN_MS) return known;
+    const [past, changes] = await Promise.all([
+      orNone(ask(`v1/history/instances/${encodeURIComponent(name)}`)),
+      until ? orNone(ask(question("v1/history/changes", { from: iso(Math.max(from, until - CHANGES_MS)), instance: name }))) : null]);
+    this.known = { name, past, changes, when: until ? Date.now() : 0 };
+    return this.known;
   }
 
   draw(answer) {
