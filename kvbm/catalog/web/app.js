@@ -181,6 +181,7 @@ class App {
 
   onLive() {
     const { catalog } = this.live.head;
+    if (this.isAway && this.time.at !== null) this.say("");
     this.isAway = false;
     this.link();
     setText($("version"), catalog.version);

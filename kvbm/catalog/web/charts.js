@@ -8,7 +8,7 @@ export function histogram(ages, bounds) {
   const names = BUCKETS(bounds), buckets = names.length, top = Math.max(1, ...ages.hits), most = Math.max(1, ...ages.evicted);
   const bars = [];
   names.forEach((name, at) => {
-    const hits = ages.hits.length ? ages.hits[at] : 0, evicted = ages.evicted.length ? ages.evicted[at] : 0;
+    const hits = Math.max(0, ages.hits[at] || 0), evicted = Math.max(0, ages.evicted[at] || 0); // as an instance tells them
     const tall = (56 * hits) / top, low = (56 * evicted) / most;
     bars.push(s("g", null, s("title", null, `${name}: ${count(hits)} hits, ${count(evicted)} evicted`),
       s("rect", { x: at * 20, y: 0, width: 20, height: 60, fill: "transparent" }),
