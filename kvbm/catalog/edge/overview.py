@@ -128,10 +128,6 @@ class Overview:
         self._newest = 0  # version of all views there were
         self._worked_s = 0.0
 
-    def __len__(self) -> int:
-        """How many feeds are open."""
-        return self._room.taken
-
     async def answer(self, caller: Caller) -> bytes:
         """The newest overview, whole; it is no older than EVERY_S."""
         view = self._view(caller)
