@@ -1,7 +1,7 @@
 // Small drawings, of rectangles and one path each.
 
 import { h, s } from "./dom.js";
-import { BUCKETS, count } from "./format.js";
+import { BUCKETS, colourOf, count } from "./format.js";
 
 // Two counts for each bucket of ages, side by side, each scaled by its own largest.
 export function histogram(ages, bounds) {
@@ -34,7 +34,7 @@ export function strip(bits, blocks, tier) {
     if (!bits(at)) { at += 1; continue; }
     let end = at;
     while (end < blocks && bits(end)) end += 1;
-    runs.push(s("rect", { class: `tier${tier}`, x: at, y: 0, width: end - at, height: 1 }));
+    runs.push(s("rect", { class: colourOf(tier), x: at, y: 0, width: end - at, height: 1 }));
     at = end;
   }
   return s("svg", { class: "strip", viewBox: `0 0 ${blocks} 1`, preserveAspectRatio: "none", "aria-hidden": "true" }, runs);

@@ -1,6 +1,8 @@
 // Numbers, sizes and times as people read them.
 
 export const TIERS = ["HBM", "HOST", "NVME"];
+const COLOURED = [...TIERS, "OBJECT"];
+export const colourOf = (tier) => `tier${Math.max(0, COLOURED.indexOf(tier))}`;
 const NONE = "–";
 const SIZES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 const GROUPS = new Intl.NumberFormat("en-US");

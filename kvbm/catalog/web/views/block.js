@@ -5,7 +5,6 @@ import { count, many, percent, told } from "../format.js";
 import { PromptForm, namespaces } from "../prompts.js";
 import { iso } from "../time.js";
 
-const TIER = { HBM: 0, HOST: 1, NVME: 2, OBJECT: 3 };
 const MOST_BLOCKS = 4096;
 const MOST_SPACES = 50;
 const AGAIN_MS = 2000, MANY_AGAIN_MS = 10000; // many: where it is looked for in all namespaces
@@ -99,7 +98,7 @@ export class Block {
       let n = 0;
       for (let block = 0; block < blocks; block += 1) n += bits(block);
       const name = holder.kind === "pool" ? holder.name : h("a", { href: `#/instance/${encodeURIComponent(holder.name)}` }, holder.name);
-      const row = [name, holder.kind, holder.tier, `${count(n)} of ${count(blocks)}`, percent(n / blocks), strip(bits, blocks, TIER[holder.tier] ?? 0), holder.suspect ? h("span", { class: "warn" }, "suspect") : ""];
+      const row = [name, holder.kind, holder.tier, `${count(n)} of ${count(blocks)}`, percent(n / blocks), strip(bits, blocks, holder.tier), holder.suspect ? h("span", { class: "warn" }, "suspect") : ""];
       if (blocks === 1) row.push(told(since.get(`${holder.name}\n${holder.tier}`)));
       return row;
     });

@@ -1,6 +1,6 @@
 import { histogram, small, spark } from "../charts.js";
 import { h, replace, setText } from "../dom.js";
-import { EXCLUDED, TIERS, WHY_MISSED, bytes, count, isNumber, many, median, percent, seconds, share, short, told } from "../format.js";
+import { EXCLUDED, TIERS, WHY_MISSED, bytes, colourOf, count, isNumber, many, median, percent, seconds, share, short, told } from "../format.js";
 import { Table, paintBar, paintState } from "../table.js";
 
 const CHIPS = [["is:live", "Live"], ["is:excluded", "Left out"], ["is:suspect", "Suspect"], ["is:trouble", "In trouble"]];
@@ -80,9 +80,9 @@ export class Overview {
   tile(name, value, more, kind = "") { return h("div", { class: "tile" }, h("dt", null, name), h("dd", { class: kind, title: value }, value), h("small", { title: more }, more || "")); }
 
   tierTable(tiers, pools, ages, bounds) {
-    const rows = tiers.map((one, at) => {
+    const rows = tiers.map((one) => {
       const age = ages.find((told) => told.tier === one.tier), full = share(one.bytes, one.capacity_bytes) ?? share(one.blocks, one.slots);
-      const bar = h("span", { class: `bar tier${at}` }, h("i", { style: { width: full === null ? "0%" : `${Math.min(100, 100 * full).toFixed(1)}%` } }));
+      const bar = h("span", { class: `bar ${colourOf(one.tier)}` }, h("i", { style: { width: full === null ? "0%" : `${Math.min(100, 100 * full).toFixed(1)}%` } }));
       const hits = age && age.hits.length ? age.hits.reduce((sum, n) => sum + n, 0) : null, evicted = age ? age.evicted.reduce((sum, n) => sum + n, 0) : null;
       return [one.tier, count(one.instances), short(one.blocks), bytes(one.bytes), one.capacity_bytes ? bytes(one.capacity_bytes) : "–", bar, percent(full), short(hits), age && age.hits.length ? median(age.hits, bounds) : "–", short(evicted), age ? median(age.evicted, bounds) : "–", age && evicted ? percent(share(age.unused, age.unused + age.reused)) : "–"];
     });
