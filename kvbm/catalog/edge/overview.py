@@ -135,7 +135,7 @@ class Overview:
         assert view.tick is not None
         return view.tick.whole()
 
-    def open(self, key: str, caller: Caller, caller_now: Callable[[], Caller | None]) -> OverviewFeed:
+    def open(self, key: str, caller_now: Callable[[], Caller | None]) -> OverviewFeed:
         """A feed; whoever opens it closes it. Arguments and errors as `Watches.open`."""
         self._room.change(*_room_for_feeds(self._service))  # settings are read anew while the catalog serves
         if why := self._room.take(key, 1):
@@ -147,7 +147,7 @@ class Overview:
                 5.0,
             )
         self._begin_looks()
-        return OverviewFeed(self, caller, caller_now, lambda: self._room.give(key, 1))
+        return OverviewFeed(self, caller_now, lambda: self._room.give(key, 1))
 
     @property
     def is_closed(self) -> bool:
@@ -406,9 +406,9 @@ class OverviewFeed:
     """The overview as server-sent events: a whole one, then what changes."""
 
     def __init__(
-        self, overview: Overview, caller: Caller, caller_now: Callable[[], Caller | None], give_back: Callable[[], None]
+        self, overview: Overview, caller_now: Callable[[], Caller | None], give_back: Callable[[], None]
     ) -> None:
-        self._overview, self._caller, self._caller_now = overview, caller, caller_now
+        self._overview, self._caller_now = overview, caller_now
         self._give_back: Callable[[], None] | None = give_back
 
     def close(self) -> None:
