@@ -62,7 +62,7 @@ demo: setup  ## the whole line on embedded defaults, then a table; fails when an
 	$(BIN)/kvbm demo
 
 $(WHEELS_STAMP): pyproject.toml constraints.txt tools/wheels.py $(NATIVE_SOURCES) \
-  $(shell find kvbm kvbm_ledger migrations -name '*.py' -o -name '*.pyi')
+  $(shell find kvbm kvbm_ledger migrations -name '*.py' -o -name '*.pyi') $(shell find kvbm/catalog/web -type f)
 	$(PYTHON) tools/wheels.py build
 	touch $@
 

@@ -12,8 +12,7 @@ from selenium.common.exceptions import JavascriptException, StaleElementReferenc
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-from kvbm.bench.browser import chromium
-from kvbm.core.errors import MissingExtraError
+from kvbm.bench.browser import INSTALL, PACKAGES, chromium, is_installed
 from tests.eventually import WAIT_S, eventually
 from tests.servers import ServerMissingError
 
@@ -25,10 +24,9 @@ class Browser:
     """A window. What the page said to the console, and what it asked for, is kept for a test to look at."""
 
     def __init__(self, opened: ExitStack, width: int = 1440, height: int = 900) -> None:
-        try:
-            self.driver = chromium(opened, width, height, WAIT_S)
-        except MissingExtraError as error:
-            raise ServerMissingError(str(error)) from None
+        if not is_installed():
+            raise ServerMissingError("Chromium and its driver", PACKAGES, INSTALL)
+        self.driver = chromium(opened, width, height, WAIT_S)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -51,12 +49,12 @@ class Browser:
         return " ".join(str(found).split())
 
     def until(self, is_so: Callable[[], R], what: str) -> R:
-        """Wait for it; an element that was replaced meanwhile is looked for again."""
+        """Wait for it; what is not there yet, or was replaced meanwhile, is looked for again."""
 
         def looked() -> R | None:
             try:
                 return is_so()
-            except (StaleElementReferenceException, JavascriptException):
+            except (StaleElementReferenceException, JavascriptException, LookupError):
                 return None
 
         return eventually(looked, what)  # type: ignore[return-value]

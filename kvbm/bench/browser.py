@@ -8,12 +8,13 @@ import tempfile
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from kvbm.core.errors import MissingExtraError
+from kvbm.core.errors import KvbmError, MissingExtraError
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
-INSTALL = "apt-get install --no-install-recommends chromium chromium-driver fonts-dejavu-core"
+INSTALL, PACKAGES = "apt-get install --no-install-recommends", "chromium chromium-driver fonts-dejavu-core"
+_PROGRAMS = ("chromium", "chromedriver")
 _FLAGS = (
     "--headless=new",
     "--disable-gpu",
@@ -27,16 +28,21 @@ _FLAGS = (
 )
 
 
+def is_installed() -> bool:
+    """Whether the programs are there."""
+    return all(shutil.which(name) for name in _PROGRAMS)
+
+
 def chromium(opened: ExitStack, width: int = 1440, height: int = 900, wait_s: float = 60.0) -> Chrome:
     """A window of a browser with a profile of its own, and logs of its console and of what it asks for.
 
     Args:
         opened: ends it. wait_s: for a page or a script.
-    Raises: MissingExtraError: there is no Chromium, or no selenium.
+    Raises: KvbmError: there is no Chromium. MissingExtraError: there is no selenium.
     """
-    program, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    program, driver = (shutil.which(name) for name in _PROGRAMS)
     if program is None or driver is None:
-        raise MissingExtraError(f"a browser to open the page in ({INSTALL})", "dev")
+        raise KvbmError(f"there is no browser to open the page in; install it with: {INSTALL} {PACKAGES}")
     try:
         from selenium.webdriver import Chrome, ChromeOptions
         from selenium.webdriver.chrome.service import Service

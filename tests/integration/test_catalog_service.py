@@ -506,6 +506,7 @@ def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -
         *(f"/v1/history/{name}" for name in ("overview", "timeline", "changes", "tenants", "sql")),
         "/v1/history/block/{hash}",
         "/v1/history/instances/{instance}",
+        *("/v1/overview", "/v1/overview/feed", "/v1/overview/instances/{instance}", "/ui", "/ui/{file}"),
     }
     operation = described["paths"]["/v1/lookup"]["post"]
     assert set(operation["responses"]) == {"200", "400", "401", "403", "408", "413", "422", "429", "503", "504"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from urllib.parse import urlsplit
 import pytest
 import urllib3
 
+from kvbm.catalog.edge import overview
+from kvbm.catalog.sql.store import SqlStore
 from tests.catalog_site import OTHER, Instance, Running, run_catalog
 from tests.eventually import WAIT_S, eventually
 from tests.nats_fixture import cluster, nats_url
@@ -152,6 +155,36 @@ def test_two_hundred_pages_share_one_computation_and_one_who_reads_nothing_holds
         for feed in [deaf, *feeds]:
             feed.close()
     assert urllib3.request("GET", running.client.url + "/healthz", timeout=WAIT_S).status == 200
+
+
+def test_a_feed_whose_view_was_forgotten_goes_on_whole(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is for who takes nothing for half a minute: the view that comes next has other versions."""
+    monkeypatch.setattr(overview, "_VIEW_KEPT_S", -1.0)
+    first = started(running, "a", 2)
+    looked(running.client.url, lambda told: rows(told).get("a", {}).get("blocks", [0])[0] == 2)
+    feed = Feed(running.client.url)
+    version, blocks = feed.next()[1]["version"], 2
+    first.create(2, 5)
+    first.publish()
+    while blocks != 5:
+        _, told = feed.next()
+        assert told["version"] > version and told.get("base", version) == version
+        version, blocks = told["version"], rows(told).get("a", {}).get("blocks", [blocks])[0]
+    feed.close()
+
+
+def test_a_database_that_does_not_answer_holds_no_overview_up(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(store: SqlStore) -> dict[str, int]:
+        await asyncio.Event().wait()
+        return {}
+
+    monkeypatch.setattr(SqlStore, "tenant_quotas", never)
+    instance = started(running, "a", 2)
+    instance.beat(namespaces=(OTHER.id,), told=(OTHER.canonical(),))
+    answer = looked(running.client.url, lambda told: "acme" in told["tenants"]["tenant"])
+    assert set(answer["tenants"]["quota"]) == {None}
 
 
 def test_more_feeds_than_there_is_room_for_are_told_so(nats_url: str, cluster: str, sqlite_url: str) -> None:

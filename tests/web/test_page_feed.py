@@ -12,9 +12,13 @@ def test_it_says_who_is_left_out_and_why(page: Browser, site: WebSite) -> None:
     site.engines["gpu-c"].manager.close()
     page.reads("1 stopped – stopped cleanly: gpu-c")
     page.reads("Instances live 2 of 3: 1 stopped")
+    page.run("arguments[0].focus()", page.find("[aria-label=Trouble] a"))
+    site.engines["gpu-b"].compute(600, 7)
+    page.until(lambda: page.rows("Instances")[1][2] == "21.9 %", "gpu-b's seven blocks do not show")
+    assert page.focused.text == "gpu-c"  # what has the focus keeps it while numbers change
     page.find("main .chip:nth-of-type(2)").click()
     page.reads("1 of 3 instances")
-    assert [row[0] for row in page.rows("Instances")] == ["gpu-c"]
+    page.until(lambda: [row[0] for row in page.rows("Instances")] == ["gpu-c"], "others are left out")
 
 
 def test_it_goes_on_by_itself_when_the_catalog_is_back(window: Browser, site: WebSite) -> None:

@@ -186,7 +186,7 @@ class _Api(HistoryHandlers):
             caller, outcome = _judged_now(request)
             return caller if outcome == PASSED else None
 
-        return FeedResponse(self._overview.open(_exchange(request).key, _caller(request), caller_now))
+        return FeedResponse(self._overview.open(_exchange(request).key, caller_now))
 
     async def instance_detail(self, request: Request) -> Response:
         return _json(instance_detail(self._service, InstanceId(request.path_params["instance"])))

@@ -9,11 +9,12 @@ the change, everybody else gets the whole, so that a slow reader costs no memory
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from heapq import nlargest
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -44,6 +45,7 @@ log = SafeLog()
 EVERY_S = 1.0
 TENANTS_EVERY_S = 10.0
 KEEPALIVE_S = 5.0
+_QUOTAS_S = 0.25  # that a look waits for the database; what comes later is for the next one
 _STEP_S = 0.002  # of the loop's time, before others are answered
 _LOOP_SHARE = 0.05  # of it, that looking may take
 _BYTES_PER_S = 16 << 20  # to all feeds together
@@ -87,7 +89,7 @@ class _Shared(NamedTuple):
     at_s: float
     pool_sizes: Mapping[str, int]
     rows: Mapping[InstanceId, OverviewRow]
-    tenants: TenantColumns
+    tenants: _TenantsFound
     tenants_serial: int
 
 
@@ -100,6 +102,7 @@ class _View:
         self.rows: dict[InstanceId, OverviewRow] = {}
         self.tick: OverviewTick | None = None
         self.looked_s = self.tenants_serial = -1.0
+        self.told_tenants = _columns(_NO_TENANTS, tenants)
 
 
 class Overview:
@@ -112,21 +115,18 @@ class Overview:
 
     def __init__(self, service: CatalogService, version: str = "", troubles: Callable[[], str] = str) -> None:
         self._service, self._own_version, self._troubles = service, version, troubles
-        most = service.settings.limits.watches
-        self._room = Room(most, max(1, most * 3 // 4))
+        self._room = Room(*_room_for_feeds(service))
         self._run = secrets.token_hex(8)
         self._looking = asyncio.Lock()
         self._looked = asyncio.Event()  # set and replaced at each look
         self._shared: _Shared | None = None
         self._views: dict[Tenants, _View] = {}
         self._task: asyncio.Task[None] | None = None
-        self._tenants, self._tenants_s, self._tenants_serial = _no_tenants(), float("-inf"), 0
+        self._tenants, self._tenants_s, self._tenants_serial = _NO_TENANTS, float("-inf"), 0
         self._quotas: dict[str, int] = {}
-        self._took_s = 0.0
-
-    def __len__(self) -> int:
-        """How many feeds are open."""
-        return self._room.taken
+        self._quotas_asked: asyncio.Task[None] | None = None
+        self._newest = 0  # version of all views there were
+        self._worked_s = 0.0
 
     async def answer(self, caller: Caller) -> bytes:
         """The newest overview, whole; it is no older than EVERY_S."""
@@ -135,8 +135,9 @@ class Overview:
         assert view.tick is not None
         return view.tick.whole()
 
-    def open(self, key: str, caller: Caller, caller_now: Callable[[], Caller | None]) -> OverviewFeed:
+    def open(self, key: str, caller_now: Callable[[], Caller | None]) -> OverviewFeed:
         """A feed; whoever opens it closes it. Arguments and errors as `Watches.open`."""
+        self._room.change(*_room_for_feeds(self._service))  # settings are read anew while the catalog serves
         if why := self._room.take(key, 1):
             raise LimitError(
                 429 if why == "caller" else 503,
@@ -145,9 +146,8 @@ class Overview:
                 "close some, or have catalog.limits.watches raised",
                 5.0,
             )
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._run_looks(), name="catalog-overview")
-        return OverviewFeed(self, caller, caller_now, lambda: self._room.give(key, 1))
+        self._begin_looks()
+        return OverviewFeed(self, caller_now, lambda: self._room.give(key, 1))
 
     @property
     def is_closed(self) -> bool:
@@ -161,13 +161,14 @@ class Overview:
             after: where it is: whose view it has, and up to which version.
         """
         view = self._view(caller)
-        if view.tick is None:
+        if view.tick is None or after[0] != view.tenants or after[1] < 0:  # it may be of when somebody watched last
             await self._look(view)
         deadline_s = time.monotonic() + KEEPALIVE_S
         while view.tick is None or after == (view.tenants, view.tick.version):
             if self.is_closed or (left_s := deadline_s - time.monotonic()) <= 0:
                 return None
             view.asked_s = time.monotonic()
+            self._begin_looks()
             try:
                 async with asyncio.timeout(min(left_s, EVERY_S)):
                     await self._looked.wait()
@@ -184,24 +185,32 @@ class Overview:
         tenants = None if caller.sees_all else (caller.tenants or frozenset())
         view = self._views.get(tenants)
         if view is None:
+            self._forget_views(time.monotonic())
             view = self._views[tenants] = _View(tenants)
         view.asked_s = time.monotonic()
         return view
 
+    def _forget_views(self, now_s: float) -> None:
+        for view in [one for one in self._views.values() if now_s - one.asked_s > _VIEW_KEPT_S]:
+            del self._views[view.tenants]
+
+    def _begin_looks(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run_looks(), name="catalog-overview")
+
     async def _run_looks(self) -> None:
         """Look for as long as anybody has a feed."""
         while self._room.taken and not self.is_closed:
-            begin_s = time.monotonic()
+            begin_s, worked_s = time.monotonic(), self._worked_s
+            self._forget_views(begin_s)
             try:
                 for view in list(self._views.values()):
-                    if begin_s - view.asked_s > _VIEW_KEPT_S:
-                        del self._views[view.tenants]
-                    else:
-                        await self._look(view)
+                    await self._look(view)
             except (CatalogError, ValueError) as error:  # nobody's feed ends for it, and the next look may be good
                 log.warning("catalog.overview_failed", why=str(error))
             sent = sum(len(view.tick.change) for view in self._views.values() if view.tick is not None)
-            pause_s = max(EVERY_S, self._took_s / _LOOP_SHARE, self._room.taken * sent / _BYTES_PER_S)
+            took_s = self._worked_s - worked_s
+            pause_s = max(EVERY_S, took_s / _LOOP_SHARE, self._room.taken * sent / _BYTES_PER_S)
             await asyncio.sleep(max(0.0, begin_s + pause_s - time.monotonic()))
 
     async def _look(self, view: _View) -> None:
@@ -218,6 +227,9 @@ class Overview:
 
     async def _find(self) -> _Shared:
         service, now_s, now_ns = self._service, time.monotonic(), time.time_ns()
+        are_tenants_due = now_s - self._tenants_s >= TENANTS_EVERY_S
+        if are_tenants_due:
+            await self._ask_quotas()
         took = _Steps()
         names = sorted({*service.heartbeats.liveness.instances(), *service.index.instances()})
         rows: dict[InstanceId, OverviewRow] = {}
@@ -225,12 +237,10 @@ class Overview:
         for name in names:
             rows[name] = row_of(service, name, now_s, now_ns, pool_sizes)
             await took.pause()
-        if now_s - self._tenants_s >= TENANTS_EVERY_S:
+        if are_tenants_due:
             self._tenants_s = now_s
-            found = await self._find_tenants(took)
-            if found != self._tenants:
-                self._tenants, self._tenants_serial = found, self._tenants_serial + 1
-        self._took_s = took.total_s()
+            self._tenants, self._tenants_serial = await self._find_tenants(took), self._tenants_serial + 1
+        self._worked_s += took.total_s()
         return _Shared(now_ns // 1_000_000, now_s, pool_sizes, rows, self._tenants, self._tenants_serial)
 
     async def _advance(self, view: _View, shared: _Shared) -> None:
@@ -250,9 +260,12 @@ class Overview:
             sums.add(row)
             await took.pause()
         gone = [name for name in before if name not in rows]
-        version = view.tick.version + 1 if view.tick is not None else 1
+        # A slow reader may still be at a version of such a view that was forgotten: no version here goes on from it.
+        version = view.tick.version + 1 if view.tick is not None else self._newest + 2
+        self._newest = max(self._newest, version)
         head = self._head(view.tenants is None, shared, sums)
-        tenants = _of(shared.tenants, view.tenants)
+        is_newer = view.tenants_serial != shared.tenants_serial
+        tenants = _columns(shared.tenants, view.tenants) if is_newer else view.told_tenants
         change = _encoded(
             msgspec.structs.replace(
                 head,
@@ -260,7 +273,7 @@ class Overview:
                 base=version - 1,
                 rows=columns_of(changed),
                 gone=[str(name) for name in gone],
-                tenants=tenants if view.tenants_serial != shared.tenants_serial else None,
+                tenants=tenants if tenants != view.told_tenants else None,
             )
         )
         kept: list[bytes] = []
@@ -271,9 +284,10 @@ class Overview:
                 kept.append(_encoded(answer))
             return kept[0]
 
-        view.rows, view.looked_s, view.tenants_serial = dict(rows), shared.at_s, shared.tenants_serial
+        view.rows, view.looked_s = dict(rows), shared.at_s
+        view.told_tenants, view.tenants_serial = tenants, shared.tenants_serial
         view.tick = OverviewTick(version, whole, change)
-        self._took_s += took.total_s()
+        self._worked_s += took.total_s()
 
     def _head(self, sees_all: bool, shared: _Shared, sums: _Sums) -> OverviewAnswer:
         """All but rows and tenants."""
@@ -334,12 +348,18 @@ class Overview:
 
     # -- tenants ------------------------------------------------------------------------------------------------------
 
-    async def _find_tenants(self, took: _Steps) -> TenantColumns:
+    async def _ask_quotas(self) -> None:
+        """Ask the database for quotas; while it is slow or away, they are as it has told last."""
+        if self._quotas_asked is None or self._quotas_asked.done():
+            self._quotas_asked = asyncio.create_task(self._read_quotas(), name="catalog-quotas")
+        await asyncio.wait([self._quotas_asked], timeout=_QUOTAS_S)
+
+    async def _read_quotas(self) -> None:
+        with contextlib.suppress(CatalogError):
+            self._quotas = await self._service.store.tenant_quotas()
+
+    async def _find_tenants(self, took: _Steps) -> _TenantsFound:
         service = self._service
-        try:
-            self._quotas = await service.store.tenant_quotas()
-        except CatalogError:
-            pass  # the database is away: as it was told last
         found: dict[str, _Tenant] = {name: _Tenant() for name in self._quotas}
         of: dict[NamespaceId, _Tenant] = {}
         for key, fields in list(service.sequencer.namespaces().items()):
@@ -360,8 +380,7 @@ class Overview:
         for key, count in list(hits.items()) if hits is not None else ():
             if (asker := of.get(key)) is not None:
                 asker.sampled = asker.sampled.plus(count)
-        most = nlargest(MOST_TENANTS, found.items(), key=lambda one: (one[1].put_stored, one[1].namespaces, one[0]))
-        return _tenant_columns(most, len(found) - len(most), self._quotas, hits is not None)
+        return _TenantsFound(found, self._quotas, hits is not None)
 
 
 class _Tenant:
@@ -372,13 +391,24 @@ class _Tenant:
         self.sampled = SampledCount()
 
 
+class _TenantsFound(NamedTuple):
+    """All tenants, their quotas, and whether it is counted what engines ask for."""
+
+    by_name: Mapping[str, _Tenant]
+    quotas: Mapping[str, int]
+    is_sampled: bool
+
+
+_NO_TENANTS = _TenantsFound({}, {}, False)
+
+
 class OverviewFeed:
     """The overview as server-sent events: a whole one, then what changes."""
 
     def __init__(
-        self, overview: Overview, caller: Caller, caller_now: Callable[[], Caller | None], give_back: Callable[[], None]
+        self, overview: Overview, caller_now: Callable[[], Caller | None], give_back: Callable[[], None]
     ) -> None:
-        self._overview, self._caller, self._caller_now = overview, caller, caller_now
+        self._overview, self._caller_now = overview, caller_now
         self._give_back: Callable[[], None] | None = give_back
 
     def close(self) -> None:
@@ -471,41 +501,33 @@ def ages_told(counted: Iterable[TierAges]) -> list[AgesTold]:
     ]
 
 
-def _no_tenants() -> TenantColumns:
-    return _tenant_columns([], 0, {}, False)
+def _room_for_feeds(service: CatalogService) -> tuple[int, int]:
+    """Feeds of all callers, and of one: many pages come from one address, where nobody asks who they are."""
+    most = service.settings.limits.watches
+    return most, max(1, most * 3 // 4)
 
 
-def _tenant_columns(
-    found: list[tuple[str, _Tenant]], more: int, quotas: Mapping[str, int], is_sampled: bool
-) -> TenantColumns:
+def _columns(found: _TenantsFound, tenants: Tenants) -> TenantColumns:
+    """What callers of some tenants see: those with the most in object pools, and of their own alone."""
+    by_name, is_sampled = found.by_name, found.is_sampled
+    seen = by_name if tenants is None else {name: by_name[name] for name in tenants if name in by_name}
+    told = nlargest(MOST_TENANTS, seen.items(), key=lambda one: (one[1].put_stored, one[1].namespaces, one[0]))
+
     def sampled(part: str) -> list[int | None]:
-        return [round(getattr(one.sampled, part)) if is_sampled else None for _, one in found]
+        return [round(getattr(one.sampled, part)) if is_sampled else None for _, one in told]
 
     return TenantColumns(
-        tenant=[name for name, _ in found],
-        namespaces=[one.namespaces for _, one in found],
-        instances=[one.instances for _, one in found],
-        put_raw=[one.put_raw for _, one in found],
-        put_stored=[one.put_stored for _, one in found],
-        quota=[quotas.get(name) for name, _ in found],
+        tenant=[name for name, _ in told],
+        namespaces=[one.namespaces for _, one in told],
+        instances=[one.instances for _, one in told],
+        put_raw=[one.put_raw for _, one in told],
+        put_stored=[one.put_stored for _, one in told],
+        quota=[found.quotas.get(name) for name, _ in told],
         prompts=sampled("prompts"),
         asked=sampled("asked"),
         found=sampled("found"),
-        more=more,
+        more=len(seen) - len(told),
     )
-
-
-def _of(columns: TenantColumns, tenants: Tenants) -> TenantColumns:
-    """What callers of some tenants see of it: their own."""
-    if tenants is None:
-        return columns
-    kept = [at for at, name in enumerate(columns.tenant) if name in tenants]
-    found: dict[str, Any] = {
-        name: [column[at] for at in kept]
-        for name, column in msgspec.structs.asdict(columns).items()
-        if isinstance(column, list)
-    }
-    return TenantColumns(**found)
 
 
 def _encoded(answer: OverviewAnswer) -> bytes:

@@ -70,6 +70,8 @@ class ApiRoute(msgspec.Struct, frozen=True, kw_only=True):
     def served_by(self, api: object) -> Route:
         """The route of the web library, which leads to the handler."""
         path = self.path.replace("{file}", "{file:path}")  # it may lie in a folder; "" is the page itself
+        if self.handler in ("instance_detail", "history_instance"):
+            path = path.replace("{instance}", "{instance:path}")  # whatever a stranger on the stream calls itself
         served = Route(path, getattr(api, self.handler), name=self.handler)
         served.methods = set(self.methods)  # by itself it answers HEAD wherever it answers GET
         return served

@@ -26,6 +26,11 @@ export function keepToken(token) {
   } catch { /* as above */ }
 }
 
+// Whether it was forgotten, or another was given, by a document that was in this tab meanwhile.
+export function isTokenOld() {
+  try { return (sessionStorage.getItem(KEY) || "") !== held.token; } catch { return false; }
+}
+
 function headers(more) {
   const token = /^[\x21-\x7e]+$/.test(held.token) ? held.token : "";
   return token ? { ...more, authorization: `Bearer ${token}` } : { ...more };

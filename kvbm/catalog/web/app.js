@@ -1,7 +1,8 @@
 // The page: which view is shown, of which moment, and how the feed is kept.
 
-import { AskError, Newest, ask, feed, hasToken, keepToken, question } from "./api.js";
+import { AskError, Newest, ask, feed, hasToken, isTokenOld, keepToken, question } from "./api.js";
 import { atFrame, h, replace, setClass, setText } from "./dom.js";
+import { moment } from "./format.js";
 import { Live, asOf } from "./model.js";
 import { Time, iso, parse } from "./time.js";
 import { Block } from "./views/block.js";
@@ -28,9 +29,10 @@ class App {
     this.params = {};
     this.time = new Time($("time"), (at) => this.onTime(at));
     this.paint = atFrame(() => this.draw());
-    this.steps = new Newest((answer) => { if (this.time.at !== null) { this.past = answer; this.stepped(answer); this.paint(); } }, (error) => this.say(`The history has no answer: ${error.message}. ${error.remedy}`, true));
+    this.steps = new Newest((answer) => { if (this.time.at !== null) { this.past = answer; this.stepped(answer); this.paint(); } }, (error) => this.say(`What is below is still ${this.past ? `of ${moment(this.past.asked)} UTC` : "of now"}. The history has no answer: ${error.message}. ${error.remedy}`, true));
     this.kept = "";
     this.tries = 0;
+    this.isRefused = false; // what is told of one instance is for operators, also where others see all instances
   }
 
   start() {
@@ -44,7 +46,7 @@ class App {
     document.addEventListener("keydown", (event) => this.key(event));
     window.addEventListener("hashchange", () => this.route());
     window.addEventListener("pagehide", () => { this.isLeft = true; });
-    window.addEventListener("pageshow", () => { this.isLeft = false; });
+    window.addEventListener("pageshow", (event) => { this.isLeft = false; if (event.persisted && isTokenOld()) location.reload(); });
     this.route();
     this.follow();
   }
@@ -117,6 +119,8 @@ class App {
   async follow() {
     for (;;) {
       await this.inSight();
+      this.hid = false;
+      let retryMs = 0;
       const stop = new AbortController(), watch = this.whenHidden(() => { this.hid = true; stop.abort(); });
       try {
         await feed("v1/overview/feed", (kind, data) => {
@@ -126,10 +130,11 @@ class App {
           if (!this.live.take(data)) { stop.abort(); return; }
           this.onLive();
         }, stop.signal);
-        if (this.hid) { this.hid = false; continue; }
+        if (this.hid) continue;
         this.lost(this.ended && !this.ended.may_return ? new AskError(401, "ended", this.ended.why, "") : new AskError(0, "ended", "the feed has ended", ""));
       } catch (error) {
         if (!(error instanceof AskError)) throw error;
+        retryMs = 1000 * error.retryS;
         this.lost(error);
         if (error.status === 401) await this.login(hasToken() ? "The catalog does not know this token, or no longer." : "");
         else if (error.status === 403) await this.login(`${error.message}.`);
@@ -137,7 +142,7 @@ class App {
         watch();
       }
       this.ended = null;
-      await new Promise((resolve) => { setTimeout(resolve, WAIT_MS[Math.min(this.tries, WAIT_MS.length - 1)] * (0.75 + Math.random() / 2)); });
+      await new Promise((resolve) => { setTimeout(resolve, Math.max(retryMs, WAIT_MS[Math.min(this.tries, WAIT_MS.length - 1)]) * (0.75 + Math.random() / 2)); });
       this.tries += 1;
     }
   }
@@ -171,8 +176,12 @@ class App {
     };
   }
 
+  // Whether earlier moments can be asked for, by who asks.
+  get keepsHistory() { return Boolean(this.live.head && this.live.head.catalog.history && this.time.isOn); }
+
   onLive() {
     const { catalog } = this.live.head;
+    if (this.isAway && this.time.at !== null) this.say("");
     this.isAway = false;
     this.link();
     setText($("version"), catalog.version);
@@ -205,11 +214,20 @@ class App {
     setText(banner, text);
   }
 
+  // Somebody else may ask from now on.
+  begin() {
+    this.tries = 0;
+    this.kept = "";
+    this.isRefused = false;
+  }
+
   login(why) {
     return new Promise((resolve) => {
       const field = h("input", { type: "password", autocomplete: "off", spellcheck: "false", id: "token-field" });
-      const box = h("dialog", { "aria-labelledby": "token-title", oncancel: (event) => event.preventDefault() },
-        h("form", { method: "dialog", onsubmit: (event) => { event.preventDefault(); if (!field.value.trim()) return; keepToken(field.value); $("token").hidden = false; this.tries = 0; box.close(); box.remove(); resolve(); } },
+      let isGiven = false;
+      // Browsers close a dialog at the second Esc, whatever the page says of the first.
+      const box = h("dialog", { "aria-labelledby": "token-title", oncancel: (event) => event.preventDefault(), onclose: () => { if (!isGiven) { box.showModal(); field.focus(); } } },
+        h("form", { method: "dialog", onsubmit: (event) => { event.preventDefault(); if (!field.value.trim()) return; keepToken(field.value); $("token").hidden = false; this.begin(); isGiven = true; box.close(); box.remove(); resolve(); } },
           h("h2", { id: "token-title" }, "This catalog asks who you are"), why ? h("p", { class: "bad", role: "alert" }, why) : null,
           h("p", null, "Paste a token that kvbm-catalog token has made. It is kept for this tab alone and sent to this catalog alone."),
           h("label", null, "Token", field), h("div", null, h("button", { type: "submit", class: "primary" }, "Open"))));

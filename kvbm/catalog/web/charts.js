@@ -1,14 +1,14 @@
 // Small drawings, of rectangles and one path each.
 
 import { h, s } from "./dom.js";
-import { BUCKETS, count } from "./format.js";
+import { BUCKETS, colourOf, count } from "./format.js";
 
 // Two counts for each bucket of ages, side by side, each scaled by its own largest.
 export function histogram(ages, bounds) {
   const names = BUCKETS(bounds), buckets = names.length, top = Math.max(1, ...ages.hits), most = Math.max(1, ...ages.evicted);
   const bars = [];
   names.forEach((name, at) => {
-    const hits = ages.hits.length ? ages.hits[at] : 0, evicted = ages.evicted.length ? ages.evicted[at] : 0;
+    const hits = Math.max(0, ages.hits[at] || 0), evicted = Math.max(0, ages.evicted[at] || 0); // as an instance tells them
     const tall = (56 * hits) / top, low = (56 * evicted) / most;
     bars.push(s("g", null, s("title", null, `${name}: ${count(hits)} hits, ${count(evicted)} evicted`),
       s("rect", { x: at * 20, y: 0, width: 20, height: 60, fill: "transparent" }),
@@ -34,7 +34,7 @@ export function strip(bits, blocks, tier) {
     if (!bits(at)) { at += 1; continue; }
     let end = at;
     while (end < blocks && bits(end)) end += 1;
-    runs.push(s("rect", { class: `tier${tier}`, x: at, y: 0, width: end - at, height: 1 }));
+    runs.push(s("rect", { class: colourOf(tier), x: at, y: 0, width: end - at, height: 1 }));
     at = end;
   }
   return s("svg", { class: "strip", viewBox: `0 0 ${blocks} 1`, preserveAspectRatio: "none", "aria-hidden": "true" }, runs);

@@ -2,6 +2,8 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 
+const nodes = (children) => children.flat(3).filter((one) => one !== null && one !== undefined && one !== false).map((one) => (one instanceof Node ? one : document.createTextNode(String(one))));
+
 function fill(node, props, children) {
   for (const [name, value] of Object.entries(props || {})) {
     if (value === undefined || value === null || value === false) continue;
@@ -10,7 +12,7 @@ function fill(node, props, children) {
     else if (name === "value") node.value = value;
     else node.setAttribute(name, value === true ? "" : String(value));
   }
-  node.append(...children.flat(3).filter((one) => one !== null && one !== undefined && one !== false).map((one) => (one instanceof Node ? one : String(one))));
+  node.append(...nodes(children));
   return node;
 }
 
@@ -26,8 +28,16 @@ export function setClass(node, name) {
   if (node.className !== name) node.className = name;
 }
 
+// Give a node these children. One that is the same stays: with the focus, its place in a list that was scrolled, and
+// words that somebody has marked.
 export function replace(node, ...children) {
-  node.replaceChildren(...children.flat(3).filter((one) => one !== null && one !== undefined && one !== false));
+  const wanted = nodes(children);
+  wanted.forEach((one, at) => {
+    const old = node.childNodes[at];
+    if (!old) node.append(one);
+    else if (old !== one && !old.isEqualNode(one)) old.replaceWith(one);
+  });
+  while (node.childNodes.length > wanted.length) node.lastChild.remove();
 }
 
 // Run `work` at the next frame, once, however often it is asked for.

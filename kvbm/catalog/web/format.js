@@ -1,6 +1,8 @@
 // Numbers, sizes and times as people read them.
 
 export const TIERS = ["HBM", "HOST", "NVME"];
+const COLOURED = [...TIERS, "OBJECT"];
+export const colourOf = (tier) => `tier${Math.max(0, COLOURED.indexOf(tier))}`;
 const NONE = "–";
 const SIZES = ["B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
 const GROUPS = new Intl.NumberFormat("en-US");
@@ -22,11 +24,11 @@ export function bytes(value) {
   if (!isNumber(value)) return NONE;
   let unit = 0;
   while (value >= 1024 && unit < SIZES.length - 1) { value /= 1024; unit += 1; }
-  return `${unit ? three(value) : value} ${SIZES[unit]}`;
+  return `${unit ? three(value) : Math.round(value)} ${SIZES[unit]}`;
 }
 
 export const percent = (part) => (isNumber(part) ? `${(100 * part).toFixed(1)} %` : NONE);
-export const share = (part, whole) => (whole > 0 ? part / whole : null);
+export const share = (part, whole) => (isNumber(part) && whole > 0 ? part / whole : null);
 
 export function seconds(value) {
   if (!isNumber(value)) return NONE;
@@ -47,6 +49,9 @@ export function moment(ms) {
   const at = new Date(ms);
   return `${at.getUTCFullYear()}-${two(at.getUTCMonth() + 1)}-${two(at.getUTCDate())} ${clock(ms)}`;
 }
+
+// From when to when: the day once, where it is the same.
+export const stretch = (from, until) => (moment(from).slice(0, 10) === moment(until).slice(0, 10) ? `${moment(from)} – ${clock(until)}` : `${moment(from)} – ${moment(until)}`);
 
 export function clock(ms) {
   const at = new Date(ms);

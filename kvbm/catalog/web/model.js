@@ -8,12 +8,9 @@ const WORDS = ["cluster", "state", "excluded", "engine", "version", "place", "tr
 const PLAIN = ["epoch", "unread", "suspect", "heard", "queued", "running", "put"];
 
 function derive(row) {
-  let used = 0;
-  row.fill = row.blocks.map((blocks, tier) => {
-    used += blocks * row.blockBytes[tier];
-    return row.slots[tier] ? blocks / row.slots[tier] : null;
-  });
-  row.bytes = used;
+  row.fill = row.blocks.map((blocks, tier) => (row.slots[tier] ? blocks / row.slots[tier] : null));
+  const isKnown = row.blocks.every((blocks, tier) => !blocks || row.blockBytes[tier]) && row.slots.some(Boolean);
+  row.bytes = isKnown ? row.blocks.reduce((sum, blocks, tier) => sum + blocks * row.blockBytes[tier], 0) : null; // its start was not read, or is not told
   row.total = row.blocks.reduce((sum, one) => sum + one, 0);
   const marks = [row.suspect && "is:suspect", row.excluded && "is:excluded", row.trouble && "is:trouble", `is:${row.state}`];
   row.hay = [row.instance, row.cluster, row.state, row.excluded, row.engine, row.version, row.place, row.trouble, row.suspicion, ...marks].join("\n").toLowerCase();
@@ -111,7 +108,7 @@ export function asOf(answer) {
     const at = TIERS.indexOf(tier.tier);
     const capacity = rows.reduce((sum, row) => sum + (at < 0 ? 0 : row.slots[at] * row.blockBytes[at]), 0);
     const instances = rows.reduce((sum, row) => sum + (at >= 0 && row.slots[at] > 0 ? 1 : 0), 0);
-    return { tier: tier.tier, blocks: tier.blocks, slots: tier.slots || 0, bytes: tier.bytes || 0, capacity_bytes: capacity, instances };
+    return { tier: tier.tier, blocks: tier.blocks, slots: tier.slots || 0, bytes: tier.bytes, capacity_bytes: capacity, instances };
   });
   const states = {};
   for (const row of rows) states[row.state] = (states[row.state] || 0) + 1;

@@ -67,5 +67,7 @@ export class PromptForm {
     if (!asked.error) this.ask(asked, this.space.value);
   }
 
+  clear() { this.error.textContent = ""; }
+
   fail(error) { this.error.textContent = `${error.message}. ${error.remedy || ""}`; }
 }

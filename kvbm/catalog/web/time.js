@@ -2,18 +2,20 @@
 
 import { AskError, Newest, ask, question } from "./api.js";
 import { h, s, replace, setText, setClass } from "./dom.js";
-import { clock, many, moment } from "./format.js";
+import { many, moment, stretch } from "./format.js";
 
 const EVERY_MS = 15000;
 const STEP_MS = 1000;
 const MOST_MARKS = 400;
+const DRAWN_ANEW = 0.01; // when the history has grown by so much of it
+const FOR_OPERATORS = "Earlier moments are for operators.";
 
 export const parse = (text) => (text ? Date.parse(text) : null);
 export const iso = (ms) => new Date(ms).toISOString();
 
 export class Time {
   constructor(node, onchange) {
-    Object.assign(this, { node, onchange, at: null, from: null, until: null, serial: 0, isOn: false, timer: 0, until_text: "" });
+    Object.assign(this, { node, onchange, at: null, from: null, until: null, serial: 0, isOn: false, timer: 0, drawn: 0 });
     this.input = h("input", { type: "range", "aria-label": "Moment shown", min: 0, max: 1, step: STEP_MS, oninput: () => this.move(Number(this.input.value)), onkeydown: (event) => this.key(event) });
     this.drawing = s("svg", { viewBox: "0 0 1000 22", preserveAspectRatio: "none", "aria-hidden": "true" });
     this.now = h("button", { type: "button", class: "plain", title: "Back to now (l)", onclick: () => this.live() }, "Live");
@@ -32,7 +34,7 @@ export class Time {
     this.isOn = isKept;
     if (isKept) { this.look(this.serial); return; }
     this.from = this.until = null;
-    replace(this.node, h("span", { class: "off" }, !seesAll ? "Earlier moments are for operators." : hasArchive
+    replace(this.node, h("span", { class: "off" }, !seesAll ? FOR_OPERATORS : hasArchive
       ? "No history: start the catalog with --history DIR (catalog.history) beside its archive, and this becomes a slider over all that the archive has."
       : "No history: start the catalog with --archive DIR --history DIR (catalog.archive, catalog.history), and this becomes a slider over all that was kept."));
     if (this.at !== null) this.live();
@@ -40,30 +42,33 @@ export class Time {
 
   async look(serial) {
     try {
-      const told = await ask("v1/history");
-      if (serial === this.serial) this.take(told);
+      if (!document.hidden) {
+        const told = await ask("v1/history");
+        if (serial === this.serial) this.take(told);
+      }
     } catch (error) {
       if (!(error instanceof AskError)) throw error;
+      if (serial === this.serial && error.status === 403) { this.isOn = false; replace(this.node, h("span", { class: "off" }, FOR_OPERATORS)); return; }
       if (serial === this.serial && this.from === null) replace(this.node, h("span", { class: "off" }, `History: ${error.message}. ${error.remedy}`));
     }
     if (serial === this.serial) this.timer = setTimeout(() => this.look(serial), this.from === null ? 2000 : EVERY_MS);
   }
 
   take(told) {
-    const from = parse(told.from), until = parse(told.until);
-    if (from === null || until === null) {
+    const begin = parse(told.from), until = parse(told.until);
+    if (begin === null || until === null) {
       replace(this.node, h("span", { class: "off" }, `History: ${told.reason || "it has nothing yet"}.`));
       return;
     }
-    const isNew = this.from === null;
+    const from = begin + 1, isNew = this.from === null; // times are told to the microsecond, and cut to the millisecond here
     const moved = isNew || this.from !== from || this.until !== until;
     Object.assign(this, { from, until, holes: told.holes });
     if (isNew) replace(this.node, this.back, this.forth, this.text, h("div", { class: "line" }, this.drawing, this.input), this.ends, this.now, this.note);
     if (moved) {
       this.input.min = String(Math.floor(from / STEP_MS) * STEP_MS);
       this.input.max = String(Math.ceil(until / STEP_MS) * STEP_MS);
-      setText(this.ends, `${moment(from)} – ${clock(until)} UTC`);
-      this.lines.ask(() => ask(question("v1/history/timeline", { steps: 200 })));
+      setText(this.ends, `${stretch(from, until)} UTC`);
+      if (isNew || until - this.drawn > DRAWN_ANEW * (until - from)) { this.drawn = until; this.lines.ask(() => ask(question("v1/history/timeline", { steps: 200 }))); }
     }
     setText(this.note, told.reason ? told.reason : told.lags && told.lag_s > 60 ? `the history is ${Math.round(told.lag_s)} s behind` : "");
     if (this.at !== null) this.at = this.within(this.at);

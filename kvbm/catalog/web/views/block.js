@@ -5,10 +5,10 @@ import { count, many, percent, told } from "../format.js";
 import { PromptForm, namespaces } from "../prompts.js";
 import { iso } from "../time.js";
 
-const TIER = { HBM: 0, HOST: 1, NVME: 2, OBJECT: 3 };
 const MOST_BLOCKS = 4096;
 const MOST_SPACES = 50;
-const AGAIN_MS = 2000;
+const AGAIN_MS = 2000, MANY_AGAIN_MS = 10000; // many: where it is looked for in all namespaces
+const LIFE_AGAIN_MS = 15000;
 
 const bitsOf = (hex) => (at) => (Number.parseInt(hex.slice(2 * (at >> 3), 2 * (at >> 3) + 2), 16) >> (at & 7)) & 1;
 
@@ -36,7 +36,9 @@ export class Block {
   }
 
   update(_, at) {
-    if (!this.question || (at === this.seen && (at !== null || Date.now() - this.when < AGAIN_MS))) return;
+    if (!this.question) return;
+    const again = this.question.space ? AGAIN_MS : MANY_AGAIN_MS;
+    if (at === this.seen && (at !== null || Date.now() - this.when < again)) return;
     if (at !== this.seen) this.asking.drop();
     this.seen = at;
     this.when = Date.now();
@@ -45,7 +47,7 @@ export class Block {
   }
 
   async find(asked, space, at) {
-    const keeps = this.app.live.head && this.app.live.head.catalog.history;
+    const keeps = this.app.keepsHistory;
     const one = asked.prefix || (asked.hashes && asked.hashes.length === 1 && asked.hashes[0]);
     const past = one && keeps ? this.life(one, at) : null;
     if (asked.prefix || at !== null) {
@@ -54,7 +56,8 @@ export class Block {
       return { past: await past, asked, at };
     }
     if (asked.tokens && !space) throw new AskError(0, "", "Token ids are hashed within a namespace", "choose one");
-    const body = { ...(asked.tokens ? { tokens: asked.tokens } : { hashes: asked.hashes.slice(0, MOST_BLOCKS).join("") }), limit: 200 };
+    if (asked.hashes && asked.hashes.length > MOST_BLOCKS) throw new AskError(0, "", `These are ${count(asked.hashes.length)} hashes`, `paste ${count(MOST_BLOCKS)} at most`);
+    const body = { ...(asked.tokens ? { tokens: asked.tokens } : { hashes: asked.hashes.join("") }), limit: 200 };
     const spaces = space ? [space] : (await namespaces()).slice(0, MOST_SPACES).map((known) => known.id);
     if (!spaces.length) throw new AskError(0, "", "No namespace is known yet", "wait for an instance to name one");
     const answers = await Promise.all(spaces.map((id) => ask("v1/presence", { ...body, namespace: id })));
@@ -63,7 +66,13 @@ export class Block {
   }
 
   async life(prefix, at) {
-    try { return await ask(question(`v1/history/block/${prefix}`, { at: at === null ? "" : iso(at) })); } catch (error) {
+    const known = this.known;
+    if (at === null && known && known.prefix === prefix && Date.now() - known.when < LIFE_AGAIN_MS) return known.life;
+    try {
+      const life = await ask(question(`v1/history/block/${prefix}`, { at: at === null ? "" : iso(at) }));
+      if (at === null) this.known = { prefix, life, when: Date.now() };
+      return life;
+    } catch (error) {
       if (error instanceof AskError && error.code === "block_unknown") return { blocks: [], holes: [], message: error.message };
       if (error instanceof AskError && at === null) return { blocks: [], holes: [], message: error.message };
       throw error;
@@ -71,6 +80,7 @@ export class Block {
   }
 
   draw({ answers, past, asked, at }) {
+    this.form.clear();
     const parts = [];
     for (const answer of answers || []) parts.push(this.held(answer, asked, past));
     if (past) {
@@ -88,7 +98,7 @@ export class Block {
       let n = 0;
       for (let block = 0; block < blocks; block += 1) n += bits(block);
       const name = holder.kind === "pool" ? holder.name : h("a", { href: `#/instance/${encodeURIComponent(holder.name)}` }, holder.name);
-      const row = [name, holder.kind, holder.tier, `${count(n)} of ${count(blocks)}`, percent(n / blocks), strip(bits, blocks, TIER[holder.tier] ?? 0), holder.suspect ? h("span", { class: "warn" }, "suspect") : ""];
+      const row = [name, holder.kind, holder.tier, `${count(n)} of ${count(blocks)}`, percent(n / blocks), strip(bits, blocks, holder.tier), holder.suspect ? h("span", { class: "warn" }, "suspect") : ""];
       if (blocks === 1) row.push(told(since.get(`${holder.name}\n${holder.tier}`)));
       return row;
     });
@@ -96,7 +106,7 @@ export class Block {
     if (blocks === 1) heads.push(["Since (UTC)"]);
     const none = answer.missed ? answer.missed.message : "Nobody holds any of it.";
     return h("section", { class: "panel", "aria-label": "Holders" }, h("header", null, h("h2", null, blocks === 1 ? "Who holds the block" : `Who holds the ${count(blocks)} full blocks`), h("code", { class: "dim" }, answer.namespace), answer.more ? h("span", { class: "dim" }, `${count(answer.more)} more instances have some`) : null), small(heads, rows, `${none[0].toUpperCase()}${none.slice(1)}.`),
-      asked.hashes && asked.hashes.length > 1 ? h("details", null, h("summary", { class: "dim" }, "One block of it"), h("p", { class: "mono" }, asked.hashes.slice(0, 200).map((hash, at) => [at ? " " : "", h("a", { href: `#/block?hash=${hash}&ns=${answer.namespace}`, title: `Block ${at}` }, hash.slice(0, 8))]))) : null);
+      asked.hashes && asked.hashes.length > 1 ? h("details", { open: this.isOpen, ontoggle: (event) => { this.isOpen = event.target.open; } }, h("summary", { class: "dim" }, "One block of it"), h("p", { class: "mono" }, asked.hashes.slice(0, 200).map((hash, at) => [at ? " " : "", h("a", { href: `#/block?hash=${hash}&ns=${answer.namespace}`, title: `Block ${at}` }, hash.slice(0, 8))]))) : null);
   }
 
   lived(block, past, at) {

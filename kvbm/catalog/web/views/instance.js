@@ -1,14 +1,20 @@
 import { AskError, Newest, ask, question } from "../api.js";
 import { histogram, small } from "../charts.js";
 import { h, replace } from "../dom.js";
-import { EXCLUDED, bytes, count, isNumber, many, percent, seconds, share, short, told } from "../format.js";
+import { EXCLUDED, bytes, colourOf, count, isNumber, many, percent, seconds, share, short, told } from "../format.js";
 import { iso } from "../time.js";
 
 const AGAIN_MS = 2000;
 const CHANGES_MS = 300000;
+const HISTORY_AGAIN_MS = 15000;
+
+// null where there is no answer: what else is known shows without it.
+async function orNone(work) {
+  try { return await work; } catch (error) { if (error instanceof AskError) return null; throw error; }
+}
 
 const facts = (pairs) => h("dl", { class: "facts" }, pairs.filter(Boolean).map(([name, value]) => [h("dt", null, name), h("dd", null, value)]));
-const fillBar = (part, tier) => h("span", { class: `bar wide tier${tier}` }, h("i", { style: { width: part === null ? "0%" : `${Math.min(100, 100 * part).toFixed(1)}%` } }));
+const fillBar = (part, tier) => h("span", { class: `bar wide ${colourOf(tier)}` }, h("i", { style: { width: part === null ? "0%" : `${Math.min(100, 100 * part).toFixed(1)}%` } }));
 
 export class Instance {
   constructor(app) {
@@ -39,18 +45,36 @@ export class Instance {
     if (at !== this.at) this.asking.drop();
     this.at = at;
     this.asked = Date.now();
-    const name = encodeURIComponent(this.name), kept = this.app.live.head && this.app.live.head.catalog.history;
+    const name = encodeURIComponent(this.name), keeps = this.app.keepsHistory;
     if (at !== null) { this.asking.ask(async () => ({ past: await ask(question(`v1/history/instances/${name}`, { at: iso(at) })), at })); return; }
     const seesAll = this.app.live.head && this.app.live.head.catalog.sees_all;
-    const or = async (work) => { try { return await work; } catch (error) { if (error instanceof AskError) return null; throw error; } };
     this.asking.ask(async () => {
       const page = await ask(question("v1/instances", { name: this.name }));
-      const [detail, past, changes] = await Promise.all([
-        seesAll && page.instances.length && page.instances[0].heartbeat_age_s !== null ? or(ask(`v1/overview/instances/${name}`)) : null,
-        kept ? or(ask(`v1/history/instances/${name}`)) : null,
-        kept && this.app.time.until ? or(ask(question("v1/history/changes", { from: iso(Math.max(this.app.time.from, this.app.time.until - CHANGES_MS)), instance: this.name }))) : null]);
-      return { one: page.instances[0], detail, past, changes, seesAll, at };
+      const isHeard = page.instances.length && page.instances[0].heartbeat_age_s !== null;
+      const [detail, told] = await Promise.all([seesAll && isHeard ? this.details(name) : null, keeps ? this.lately(this.name) : null]);
+      return { one: page.instances[0], detail, past: told && told.past, changes: told && told.changes, seesAll, at };
     });
+  }
+
+  // What its heartbeat tells more.
+  async details(name) {
+    if (this.app.isRefused) return null;
+    try { return await ask(`v1/overview/instances/${name}`); } catch (error) {
+      if (!(error instanceof AskError)) throw error;
+      this.app.isRefused = error.status === 403;
+      return null;
+    }
+  }
+
+  // What the history says of it, asked for less often: it grows by pieces.
+  async lately(name) {
+    const { from, until } = this.app.time, known = this.known;
+    if (known && known.name === name && Date.now() - known.when < HISTORY_AGAIN_MS) return known;
+    const [past, changes] = await Promise.all([
+      orNone(ask(`v1/history/instances/${encodeURIComponent(name)}`)),
+      until ? orNone(ask(question("v1/history/changes", { from: iso(Math.max(from, until - CHANGES_MS)), instance: name }))) : null]);
+    this.known = { name, past, changes, when: until ? Date.now() : 0 };
+    return this.known;
   }
 
   draw(answer) {
@@ -59,9 +83,9 @@ export class Instance {
     if (!one) { replace(this.body, h("p", { class: "empty" }, `No instance ${this.name} is known now. An earlier moment may have it.`)); return; }
     this.sub.textContent = [one.cluster && `cluster ${one.cluster}`, one.engine && `${one.engine} ${one.version}`, one.topology.join(" / ")].filter(Boolean).join(" · ");
     const why = one.excluded ? `${one.excluded}: ${EXCLUDED[one.excluded] || ""}` : "";
-    const pools = one.pools.map((pool, at) => {
+    const pools = one.pools.map((pool) => {
       const full = pool.slots ? share(pool.held_blocks, pool.slots) : null, free = one.free_slots ? one.free_slots[pool.tier] : null;
-      return [pool.tier, pool.name || pool.reach.toLowerCase(), count(pool.slots || null), bytes(pool.block_bytes), count(pool.held_blocks), bytes(pool.held_blocks * pool.block_bytes), fillBar(full, at), percent(full), count(isNumber(free) ? free : null)];
+      return [pool.tier, pool.name || pool.reach.toLowerCase(), count(pool.slots || null), bytes(pool.block_bytes), count(pool.held_blocks), bytes(pool.held_blocks * pool.block_bytes), fillBar(full, pool.tier), percent(full), count(isNumber(free) ? free : null)];
     });
     const troubles = [why && h("li", { class: "bad" }, why), one.trouble && h("li", { class: "bad" }, one.trouble), ...one.suspicions.map((text) => h("li", { class: "warn" }, text)), one.partial && h("li", { class: "warn" }, "residencies of it were refused: the catalog is at its capacity")].filter(Boolean);
     replace(this.body,
@@ -110,7 +134,7 @@ export class Instance {
 
   drawPast(past) {
     const parts = past.instances.map((one) => h("section", { class: "panel", "aria-label": "Pools" }, h("header", null, h("h2", null, `Then: epoch ${one.epoch}, ${one.state}${one.stopped ? ` (${one.stopped})` : ""}`), h("span", { class: "dim" }, `began ${told(one.began)}, last frame ${told(one.last_frame)}`)),
-      small([["Tier"], ["Pool"], ["Slots", "num"], ["Block", "num"], ["Held", "num"], ["Bytes", "num"], ["Fill", "fill"], ["", "num"]], one.tiers.map((tier, at) => [tier.tier, tier.name || "–", count(tier.slots), bytes(tier.block_bytes), count(tier.blocks), bytes(tier.bytes), fillBar(share(tier.blocks, tier.slots), at), percent(share(tier.blocks, tier.slots))]))));
+      small([["Tier"], ["Pool"], ["Slots", "num"], ["Block", "num"], ["Held", "num"], ["Bytes", "num"], ["Fill", "fill"], ["", "num"]], one.tiers.map((tier) => [tier.tier, tier.name || "–", count(tier.slots), bytes(tier.block_bytes), count(tier.blocks), bytes(tier.bytes), fillBar(share(tier.blocks, tier.slots), tier.tier), percent(share(tier.blocks, tier.slots))]))));
     this.sub.textContent = past.instances.length ? [`${past.instances[0].engine} ${past.instances[0].version}`, past.instances[0].topology.join(" / ")].filter(Boolean).join(" · ") : "";
     replace(this.body, parts.length ? parts : h("p", { class: "empty" }, "It had not started by then."),
       past.namespaces.length ? h("section", { class: "panel" }, h("h2", null, "What it held, by namespace"), small([["Tier"], ["Namespace"], ["Model"], ["Tenant"], ["Blocks", "num"], ["Bytes", "num"]], past.namespaces.slice(0, 200).map((one) => [one.tier, h("code", null, one.namespace), one.model ?? "not told", one.tenant || "–", count(one.blocks), bytes(one.bytes)]))) : null,

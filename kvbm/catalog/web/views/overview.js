@@ -1,6 +1,6 @@
 import { histogram, small, spark } from "../charts.js";
 import { h, replace, setText } from "../dom.js";
-import { EXCLUDED, TIERS, WHY_MISSED, bytes, count, isNumber, many, median, percent, seconds, share, short } from "../format.js";
+import { EXCLUDED, TIERS, WHY_MISSED, bytes, colourOf, count, isNumber, many, median, percent, seconds, share, short, told } from "../format.js";
 import { Table, paintBar, paintState } from "../table.js";
 
 const CHIPS = [["is:live", "Live"], ["is:excluded", "Left out"], ["is:suspect", "Suspect"], ["is:trouble", "In trouble"]];
@@ -80,9 +80,9 @@ export class Overview {
   tile(name, value, more, kind = "") { return h("div", { class: "tile" }, h("dt", null, name), h("dd", { class: kind, title: value }, value), h("small", { title: more }, more || "")); }
 
   tierTable(tiers, pools, ages, bounds) {
-    const rows = tiers.map((one, at) => {
+    const rows = tiers.map((one) => {
       const age = ages.find((told) => told.tier === one.tier), full = share(one.bytes, one.capacity_bytes) ?? share(one.blocks, one.slots);
-      const bar = h("span", { class: `bar tier${at}` }, h("i", { style: { width: full === null ? "0%" : `${Math.min(100, 100 * full).toFixed(1)}%` } }));
+      const bar = h("span", { class: `bar ${colourOf(one.tier)}` }, h("i", { style: { width: full === null ? "0%" : `${Math.min(100, 100 * full).toFixed(1)}%` } }));
       const hits = age && age.hits.length ? age.hits.reduce((sum, n) => sum + n, 0) : null, evicted = age ? age.evicted.reduce((sum, n) => sum + n, 0) : null;
       return [one.tier, count(one.instances), short(one.blocks), bytes(one.bytes), one.capacity_bytes ? bytes(one.capacity_bytes) : "–", bar, percent(full), short(hits), age && age.hits.length ? median(age.hits, bounds) : "–", short(evicted), age ? median(age.evicted, bounds) : "–", age && evicted ? percent(share(age.unused, age.unused + age.reused)) : "–"];
     });
@@ -127,9 +127,9 @@ export class Overview {
       h("dt", null, "Digests off, repaired"), h("dd", null, `${count(ev.digest_mismatches + ev.digest_divergence)}, ${count(ev.digest_repaired)}`),
       h("dt", null, "Begun blind"), h("dd", null, count(ev.blind_starts)),
       h("dt", null, "Unreadable: poison, newer"), h("dd", null, `${count(ev.poison + ev.foreign)}, ${count(ev.newer)}`)));
-    const left = seen.rows.filter((row) => row.excluded).slice(0, 6), reasons = Object.entries(head.excluded);
+    const left = seen.rows.filter((row) => row.excluded), first = (why) => left.filter((row) => row.excluded === why).slice(0, 6), reasons = Object.entries(head.excluded);
     replace(this.trouble, reasons.length
-      ? h("ul", { class: "notes" }, reasons.map(([why, n]) => h("li", null, h("strong", null, `${count(n)} ${why}`), ` – ${EXCLUDED[why] || ""}: `, left.filter((row) => row.excluded === why).map((row, at) => [at ? ", " : "", h("a", { href: `#/instance/${encodeURIComponent(row.instance)}` }, row.instance)]), n > left.filter((row) => row.excluded === why).length ? " …" : "")))
+      ? h("ul", { class: "notes" }, reasons.map(([why, n]) => h("li", null, h("strong", null, `${count(n)} ${why}`), ` – ${EXCLUDED[why] || ""}: `, first(why).map((row, at) => [at ? ", " : "", h("a", { href: `#/instance/${encodeURIComponent(row.instance)}` }, row.instance)]), n > 6 ? " …" : "")))
       : h("p", { class: "dim" }, "No instance is left out of answers."));
     const missed = [];
     for (const [asked, whys] of Object.entries(head.missed)) for (const [why, n] of Object.entries(whys)) missed.push([asked, WHY_MISSED[why] || why, count(n)]);
@@ -137,7 +137,7 @@ export class Overview {
   }
 
   showPast(seen) {
-    const blocks = seen.tiers.reduce((sum, one) => sum + one.blocks, 0), held = seen.tiers.reduce((sum, one) => sum + one.bytes, 0), room = seen.tiers.reduce((sum, one) => sum + one.capacity_bytes, 0);
+    const blocks = seen.tiers.reduce((sum, one) => sum + one.blocks, 0), held = seen.tiers.reduce((sum, one) => sum + (one.bytes || 0), 0), room = seen.tiers.reduce((sum, one) => sum + one.capacity_bytes, 0);
     this.detail.hidden = false;
     replace(this.tiles,
       this.tile("Instances running", count(seen.states.running || 0), `of ${count(seen.rows.length)}: ${Object.entries(seen.states).filter(([name]) => name !== "running").map(([name, n]) => `${count(n)} ${name}`).join(", ") || "all that had begun"}`),
@@ -148,7 +148,7 @@ export class Overview {
     replace(this.ages, h("p", { class: "dim" }, "Ages are counted from heartbeats, of now alone."));
     replace(this.stream, h("p", { class: "dim" }, "Lag and gaps are of now alone. What the archive lacks is to the right."));
     replace(this.trouble, seen.holes.length
-      ? h("ul", { class: "notes" }, seen.holes.slice(0, 12).map((hole) => h("li", { class: "hole" }, h("a", { href: `#/instance/${encodeURIComponent(hole.instance)}` }, hole.instance), `: ${many(hole.events, "event")} missing, ${hole.since ? `since ${hole.since.slice(11, 19)}` : "from the beginning"} to ${hole.until.slice(11, 19)}`)))
+      ? h("ul", { class: "notes" }, seen.holes.slice(0, 12).map((hole) => h("li", { class: "hole" }, h("a", { href: `#/instance/${encodeURIComponent(hole.instance)}` }, hole.instance), `: ${many(hole.events, "event")} missing, ${hole.since ? `since ${told(hole.since)}` : "from the beginning"} to ${told(hole.until)}`)))
       : h("p", { class: "dim" }, "Nothing is missing from the archive at this moment."));
     replace(this.missed);
   }

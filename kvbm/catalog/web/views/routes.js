@@ -48,6 +48,7 @@ export class Routes {
   }
 
   draw(answer) {
+    this.form.clear();
     const most = Math.max(1e-9, ...answer.ranked.map((one) => one.cost_s));
     const rows = answer.ranked.map((one, at) => [count(at + 1), h("a", { href: `#/instance/${encodeURIComponent(one.instance)}` }, one.instance), seconds(one.cost_s),
       h("span", { class: "stack", title: PARTS.map(([name, key]) => `${name} ${seconds(one[key])}`).join(", ") }, PARTS.map(([name, key]) => h("i", { class: `c-${name}`, style: { width: `${((100 * Math.max(0, one[key])) / most).toFixed(2)}%` } }))),

@@ -36,7 +36,7 @@ export class Tenants {
 
   update(seen) {
     this.seen = seen;
-    if (!seen.past && seen.head.catalog.history && Date.now() - this.asked > AGAIN_MS) {
+    if (!seen.past && this.app.keepsHistory && Date.now() - this.asked > AGAIN_MS) {
       this.asked = Date.now();
       this.asking.ask(() => ask("v1/history/tenants"));
     }
