@@ -312,7 +312,6 @@ def test_a_full_journal_whose_frames_are_all_published_is_left_for_another_epoch
     driven.check()
 
 
-@pytest.mark.parametrize("has_stream", [False, True])
 def test_usage_that_a_full_journal_did_not_take_is_recorded_with_the_epoch_that_follows() -> None:
     wall_ms = [500_000 * HOUR_MS]
     driven = Driven(
@@ -336,6 +335,7 @@ def test_usage_that_a_full_journal_did_not_take_is_recorded_with_the_epoch_that_
     driven.manager.close()
 
 
+@pytest.mark.parametrize("has_stream", [False, True])
 def test_a_journal_filled_within_a_turn_takes_the_rest_with_a_snapshot_and_is_emptied_by_it(
     tmp_path: Path, has_stream: bool
 ) -> None:
