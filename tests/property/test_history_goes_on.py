@@ -24,14 +24,12 @@ from kvbm.core.ids import Epoch, InstanceId, Offset, pack_slots
 from kvbm.core.stays import StayState
 from kvbm.reference.history import StayHistory
 from kvbm.replay.history import write_history
-from kvbm.replay.history_counts import COUNT_ROW, CountFile, write_counts
 from kvbm.replay.history_moment import Moments
 from kvbm.replay.opening import open_source
 from kvbm.replay.sql import HistoryDatabase
 from kvbm.streams.base import Fence, StreamMessage
 from kvbm.streams.fence_records import encode_told
 from tests.examples import examples
-from tests.extras import needed
 from tests.property.test_native_history import frames
 from tests.small_events import SLOTS, small_events
 
@@ -175,24 +173,6 @@ def answers(folder: Path, moments: Sequence[datetime]) -> list[object]:
             told.append(sorted(held))
         notes = [one for one in opened.manifest.notes if "tail torn" not in one]
         return [*told, notes, [one.message for one in opened.manifest.findings], opened.manifest.until]
-
-
-def test_counts_of_one_moment_may_lie_in_several_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvbm.replay.history_counts.GROUP_ROWS", 2)
-    needed("pyarrow.parquet", "sql")
-    pyarrow = needed("pyarrow", "sql")
-    rows = np.zeros(9, dtype=COUNT_ROW)
-    rows["time"], rows["life"], rows["gained"] = [1, 5, 5, 5, 5, 5, 5, 7, 9], range(9), 1
-    paths = [tmp_path / name for name in ("counts", "marks")]
-    write_counts(pyarrow, rows, *paths)
-    opened = CountFile(pyarrow, *paths)
-    for since in range(11):
-        for until in range(since, 11):
-            found = [life for one in opened.between(since, until) for life in one["life"].tolist()]
-            assert found == [life for life, time in enumerate(rows["time"]) if since <= time < until]
-        assert opened.held_at(since)["life"].tolist() == [
-            life for life, time in enumerate(rows["time"]) if time <= since
-        ]
 
 
 def cut_into(folder: Path, pieces: list[bytes], chance: random.Random, is_archive: bool) -> list[list[tuple[str, int]]]:
