@@ -10,7 +10,7 @@ is that of its stays, whose times they have.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,8 @@ class CountFile:
 
     def between(self, since_us: int, until_us: int) -> Iterable[np.ndarray]:
         """COUNT_ROW from one moment on and before another, by time, a row group at a time."""
-        for group in range(max(0, bisect_right(self._firsts, since_us) - 1), len(self._firsts)):
+        # Those that begin at that very moment may have rows of it before them
+        for group in range(max(0, bisect_left(self._firsts, since_us) - 1), len(self._firsts)):
             if self._firsts[group] >= until_us:
                 return
             rows = _rows(self._counts.read_row_group(group), COUNT_ROW)

@@ -206,9 +206,9 @@ class _Question:
         for batch in reader:
             is_more = len(batch) > rows - count
             taken = batch.slice(0, rows - count)
-            values = [column.to_pylist() for column in taken.columns]
+            values = [_values(column, one.name) for column, one in zip(taken.columns, columns, strict=True)]
             for row in zip(*values, strict=True):
-                made.append(msgspec.json.encode([_plain(value) for value in row]))
+                made.append(msgspec.json.encode(row))
                 size += len(made[-1])
             count += len(taken)
             if size > MOST_ANSWER_BYTES:
@@ -310,6 +310,15 @@ def _unread(archive: Path | None, history: HistoryManifest) -> int:
                 size = settled[1]
             unread += max(0, size - reached.get(SourceFile(path, "", may_tear=True).key, 0))
     return unread
+
+
+def _values(column: Any, name: str) -> list[object]:
+    """Of a column, for JSON. Raises AnswerError: one is outside of what Python has, such as the year 20000."""
+    try:
+        return [_plain(value) for value in column.to_pylist()]
+    except (ValueError, OverflowError) as error:
+        why = f"column {name[:80]!r} has a value that JSON cannot say: {error}"
+        raise AnswerError(422, "bad_question", why, "cast it to VARCHAR, or ask for Arrow") from None
 
 
 def _plain(value: object) -> object:
