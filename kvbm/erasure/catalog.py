@@ -243,7 +243,8 @@ class CatalogErasures:
         service = self._service
         places = []
         if matcher.is_whole:
-            tenants = [one for one in await sql_erasure.quota_tenants(service.store.engine) if matcher.tenant(one)]
+            tenants = [one for one in await sql_erasure.named_tenants(service.store.engine) if matcher.tenant(one)]
+            service.sequencer.usage.forget(matcher.tenant)
             service.sequencer.forget_namespaces(meant)
             for namespace in meant:
                 service.index.forget_namespace(namespace)
@@ -288,7 +289,7 @@ def _meant_by(matcher: Matcher, number: int) -> Meant:
     def sample(found: AccessSample) -> bool:
         return matcher.namespace(found.namespace) and matcher.any(found.hashes)
 
-    return Meant(frame, sample, number)
+    return Meant(frame, sample, matcher.tenant, number)
 
 
 async def _answers(connected: CatalogErasureLog) -> list[Answer]:

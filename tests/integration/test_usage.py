@@ -30,6 +30,7 @@ from kvbm.core.errors import ArgumentError
 from kvbm.core.events import UsageRecorded, UsageRow
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Tier
 from kvbm.core.usage import HOUR_MS, UsageReport, UsageSums, csv_of, entries_of, time_text
+from kvbm.erasure.sql import erase_rows, named_tenants
 from kvbm.locate.asynchronous import AsyncCatalogClient
 from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
@@ -281,6 +282,38 @@ def test_pages_and_numbers_of_any_size_come_whole_from_both_databases(
             await store.close()
 
     asyncio.run(work())
+
+
+def test_an_erased_tenants_rows_go_and_that_their_time_was_recorded_stays(database_url: str) -> None:
+    async def work() -> None:
+        store = await SqlStore.open(database_url, WAIT_S)
+        try:
+            entries = [
+                one
+                for offset, tenants in enumerate([("acme",), ("acme", "globex", "other"), ("", "acme"), ("globex",)])
+                for one in entries_of(InstanceId("a"), Epoch(1), Offset(offset), _hour_of(offset, *tenants))
+            ]
+            batch = StoreBatch(stream="s@1", previous=0, stream_sequence=1, usages=tuple(entries))
+            assert await store.apply(batch)
+            gaps = await store.usage_gaps(UsageWanted(0, 2**62))
+            assert set(await named_tenants(store.engine)) == {"acme", "globex", "other", ""}
+            assert await erase_rows(store.engine, [], ["acme", "globex"]) == 5
+            left = (await store.usage(UsageWanted(0, 2**62))).hours
+            assert [(hour.tenant, hour.saved_tokens) for hour in left] == [("other", 7), ("", 7)]
+            assert await store.usage_gaps(UsageWanted(0, 2**62)) == gaps
+            assert set(await named_tenants(store.engine)) == {"other", ""}
+            await erase_rows(store.engine, [], [""])
+            assert [hour.tenant for hour in (await store.usage(UsageWanted(0, 2**62))).hours] == ["other"]
+        finally:
+            await store.close()
+
+    asyncio.run(work())
+
+
+def _hour_of(hour: int, *tenants: str) -> UsageRecorded:
+    rows = tuple(UsageRow(tenant, saved_tokens=7) for tenant in tenants)
+    begun_ms = BEGUN_MS // HOUR_MS * HOUR_MS + hour * HOUR_MS
+    return UsageRecorded(since_ms=begun_ms, until_ms=begun_ms + HOUR_MS, rows=rows)
 
 
 @pytest.fixture

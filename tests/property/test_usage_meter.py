@@ -44,6 +44,36 @@ from tests.usage_instances import (
 SEEDS = range(2)
 
 
+def test_what_was_used_before_an_erasure_is_recorded_no_more_and_what_comes_later_is() -> None:
+    one = driven()
+    for _ in range(40):
+        do_something(one.stream.ledger, random.Random(5), SPACES[:2])
+    one.account.read_locked(SPACES[0].id, {Tier.HBM: 3})
+    one.take()
+    one.clock.ms += HOUR_MS
+    one.stream.ledger.stop()  # nothing is recorded meanwhile: the first hour waits
+    one.take()
+    one.stream.erase_usage(1, lambda tenant: tenant == "acme")
+    waiting = one.account.take_events()
+    assert [[row.tenant for row in event.rows] for event in waiting] == [[""]]
+
+    later = driven()
+    later.take()
+    later.account.read_locked(SPACES[0].id, {Tier.HBM: 3})
+    later.stream.erase_usage(1, lambda tenant: tenant == "acme")
+    for _ in range(2):
+        later.clock.ms += HOUR_MS  # the period in which it was erased, then one after
+        later.account.read_locked(SPACES[0].id, {Tier.HBM: 4})
+        later.take()
+    later.stream.end()
+    later.take()
+    assert [[(row.tenant, row.read_blocks[0]) for row in event.rows] for event in later.events()] == [
+        [],
+        [("acme", 4)],
+        [],
+    ]
+
+
 class Naive:
     """Counts block by block and millisecond step by step what the frames of an instance say, from nothing but them."""
 

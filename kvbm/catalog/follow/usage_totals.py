@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from heapq import nlargest
 
 from kvbm.core.usage import NUMBERS, UsageEntry
@@ -25,6 +25,10 @@ class UsageTotals:
             sums = self._sums.setdefault(entry.tenant, [0] * NUMBERS)
             for at, number in enumerate(entry.numbers):
                 sums[at] += number
+
+    def forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Tenants have used nothing until now."""
+        self._sums = {tenant: sums for tenant, sums in self._sums.items() if not is_meant(tenant)}
 
     def largest(self) -> dict[str, list[int]]:
         """Of the tenants that hold and save the most: numbers as an entry has them."""

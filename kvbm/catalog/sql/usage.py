@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, delete, false, func, null, or_, select, tuple_
+from sqlalchemy import and_, delete, exists, false, func, insert, literal, null, or_, select, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvbm.catalog.sql import tables
@@ -142,6 +142,25 @@ async def delete_before(connection: AsyncConnection, before_ms: int) -> int:
     oldest = select(*key).where(table.c.since_ms < before_ms).order_by(table.c.since_ms).limit(_DELETED_ROWS)
     removed = await connection.execute(delete(table).where(tuple_(*key).in_(oldest)))
     return int(removed.rowcount)
+
+
+async def erase_usage(connection: AsyncConnection, tenant: str) -> int:
+    """Remove a tenant's rows; how many. That their time was recorded stays: one without a name has used nothing in it,
+    where nobody else has a row.
+    """
+    table, other = tables.usage, tables.usage.alias("other")
+    stretch = ("instance", "epoch", "event_offset", "since_ms")
+    is_there = exists().where(other.c.tenant == "", *(other.c[name] == table.c[name] for name in stretch))
+    nobody = select(
+        *(table.c[name] for name in (*stretch, "until_ms", "is_last")),
+        literal("").label("tenant"),
+        *(literal(0).label(name) for name in tables.USAGE_NUMBERS),
+    ).where(table.c.tenant == tenant, ~is_there)
+    if tenant:
+        await connection.execute(insert(table).from_select([column.name for column in nobody.selected_columns], nobody))
+        return int((await connection.execute(delete(table).where(table.c.tenant == tenant))).rowcount)
+    nothing = dict.fromkeys(tables.USAGE_NUMBERS, 0)
+    return int((await connection.execute(update(table).where(table.c.tenant == "").values(nothing))).rowcount)
 
 
 def _is_wanted(wanted: UsageWanted) -> Any:

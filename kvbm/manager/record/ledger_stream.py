@@ -180,6 +180,12 @@ class LedgerStream:
             return None
         return self.usage.due_in_s(self._wall_clock_ns() // 1_000_000)
 
+    def erase_usage(self, number: int, is_meant: Callable[[str], bool]) -> None:
+        """What tenants that an erasure means have used until now is recorded no more."""
+        with self.lock:
+            if self.usage is not None:
+                self.usage.erase_locked(number, is_meant, self._wall_clock_ns() // 1_000_000)
+
     def restart(self, epoch: Epoch) -> Offset | None:
         """Begin another epoch in place; events that still wait are given up, since its first snapshot says what they
         led to.

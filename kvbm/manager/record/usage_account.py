@@ -7,8 +7,10 @@ the last one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from kvbm.core.codec import FrameBytes
 from kvbm.core.events import MAX_USAGE_ROWS, PoolStated, UsageRecorded, UsageRow
@@ -17,6 +19,7 @@ from kvbm.core.usage import LONGEST_STEP_MS, NewUsageMeter, Numbers
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 
 _MOST = (1 << 64) - 1  # that an event has room for
+_MOST_ERASED = 256  # erasures that are heeded; what older ones meant is past
 _MOST_WAITING = 4096  # events that wait for a ledger that records nothing; older ones are lost, which readers see
 
 
@@ -40,8 +43,8 @@ class _Reads:
 
 
 class UsageAccount:
-    """See the module. `read_locked` and `take_reads_locked` under the manager's lock; one thread at a time does the
-    rest.
+    """See the module. What ends in `_locked`, `take_events` and `put_back` under the manager's lock; one thread at a
+    time does the rest.
 
     Args:
         pools: of the ledger. namespaces: whose each is, and how many tokens its blocks have.
@@ -62,6 +65,7 @@ class UsageAccount:
         self._since_ms: int | None = None  # where the period under way began
         self._seen_ms = 0  # the clock when frames were taken last
         self._waiting: list[UsageRecorded] = []
+        self._erased: dict[int, tuple[Callable[[str], bool], int]] = {}  # who is meant, and until when
 
     # -- under the manager's lock -------------------------------------------------------------------------------------
 
@@ -87,6 +91,27 @@ class UsageAccount:
             return {}
         reads, self._reads = self._reads, {}
         return reads
+
+    def erase_locked(self, number: int, is_meant: Callable[[str], bool], now_ms: int) -> None:
+        """What tenants have used until now, and until the period under way ends, is recorded no more.
+
+        Args:
+            number: of the erasure; its last call counts.
+            is_meant: whether a tenant is.
+        """
+        self._erased.pop(number, None)
+        self._erased[number] = is_meant, now_ms
+        if len(self._erased) > _MOST_ERASED:
+            del self._erased[next(iter(self._erased))]
+
+    def take_events(self) -> list[UsageRecorded]:
+        """What is to be recorded, in order."""
+        events, self._waiting = self._waiting, []
+        return [self._without_erased(event) for event in events] if self._erased else events
+
+    def put_back(self, events: Sequence[UsageRecorded]) -> None:
+        """What was taken, and is in no frame: it is to be recorded once more."""
+        self._waiting = [*events, *self._waiting]
 
     # -- one thread at a time -----------------------------------------------------------------------------------------
 
@@ -115,15 +140,6 @@ class UsageAccount:
         if is_last:
             self._end(self._since_ms, now_ms, reads, is_last=True)
             self._since_ms = now_ms
-
-    def take_events(self) -> list[UsageRecorded]:
-        """What is to be recorded, in order."""
-        events, self._waiting = self._waiting, []
-        return events
-
-    def put_back(self, events: Sequence[UsageRecorded]) -> None:
-        """What was taken, and is in no frame: it is to be recorded once more."""
-        self._waiting = [*events, *self._waiting]
 
     def due_in_s(self, now_ms: int) -> float:
         """In how many seconds the period under way ends."""
@@ -159,6 +175,11 @@ class UsageAccount:
             self._waiting.append(event)
         del self._waiting[:-_MOST_WAITING]
         return {}
+
+    def _without_erased(self, event: UsageRecorded) -> UsageRecorded:
+        meant = [is_meant for is_meant, until_ms in self._erased.values() if event.since_ms <= until_ms]
+        rows = tuple(row for row in event.rows if not any(is_meant(row.tenant) for is_meant in meant))
+        return event if len(rows) == len(event.rows) else msgspec.structs.replace(event, rows=rows)
 
     def _rows(
         self, held: list[tuple[NamespaceId, Numbers, Numbers]], reads: dict[NamespaceId, _Reads]
