@@ -40,8 +40,8 @@ class Meant(NamedTuple):
 def rewrite_frames(path: Path, meant: Meant) -> int:
     """Take frames out of a file of whole frames and fences, and say so in their place; gives how many.
 
-    What other tenants have used stays, in frames of its own. What is damaged goes, too, for nobody knows what it names, and so does what no archive has written that far into a
-    file.
+    What other tenants have used stays, in frames of its own. What is damaged goes, too, for nobody knows what it names,
+    and so does what no archive has written that far into a file.
 
     Raises: OSError: the folder refuses; the file is as it was.
     """

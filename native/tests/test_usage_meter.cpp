@@ -35,9 +35,10 @@ void blocks_count_for_as_long_as_they_are_held() {
   const Buffer hashes(3 * kHashBytes, 7);
   const Bytes one = Bytes(hashes).first(kHashBytes);
   UsageMeter meter(kClusters);
-  meter.take(frame_of(1000, {InstanceStarted{.blob = kAnyBlob},
-                             BlocksCreated{.namespace_id = kSecond, .tier = Tier::kHbm, .hashes = hashes, .slots = {}}}),
-             0);
+  meter.take(
+      frame_of(1000, {InstanceStarted{.blob = kAnyBlob},
+                      BlocksCreated{.namespace_id = kSecond, .tier = Tier::kHbm, .hashes = hashes, .slots = {}}}),
+      0);
   meter.take(frame_of(1010, {BlocksMigrated{.namespace_id = kSecond,
                                             .source = Tier::kHbm,
                                             .target = Tier::kHost,
@@ -77,14 +78,19 @@ void an_epoch_begins_with_what_its_first_snapshot_lists() {
   const Buffer hashes(2 * kHashBytes, 7);
   UsageMeter meter(kClusters);
   const auto listed = [&](std::uint32_t snapshot) {
-    return ResidenciesListed{.namespace_id = kFirst, .tier = Tier::kNvme, .snapshot = snapshot, .hashes = hashes, .slots = {}};
+    return ResidenciesListed{
+        .namespace_id = kFirst, .tier = Tier::kNvme, .snapshot = snapshot, .hashes = hashes, .slots = {}};
   };
   meter.take(frame_of(100, {InstanceStarted{.blob = kAnyBlob}, listed(1)}), 0);
   meter.take(frame_of(110, {listed(2)}), 0);
   CHECK((meter.cut(120)[0].block_ms == TierNumbers{0, 0, 40, 0}));
   meter.take(frame_of(130, {InstanceStarted{.blob = kAnyBlob}}), 0);
   CHECK((meter.cut(150)[0].block_ms == TierNumbers{0, 0, 20, 0}));
-  meter.take(frame_of(160, {BlocksEvicted{.namespace_id = kFirst, .tier = Tier::kNvme, .reason = EvictReason::kCapacity, .hashes = hashes}}), 0);
+  meter.take(
+      frame_of(160,
+               {BlocksEvicted{
+                   .namespace_id = kFirst, .tier = Tier::kNvme, .reason = EvictReason::kCapacity, .hashes = hashes}}),
+      0);
   CHECK(meter.cut(170).empty());  // what is not held cannot be lost
 }
 

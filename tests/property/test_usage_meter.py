@@ -45,9 +45,9 @@ SEEDS = range(2)
 
 
 def test_what_was_used_before_an_erasure_is_recorded_no_more_and_what_comes_later_is() -> None:
-    one = driven()
+    one, rng = driven(), random.Random(5)
     for _ in range(40):
-        do_something(one.stream.ledger, random.Random(5), SPACES[:2])
+        do_something(one.stream.ledger, rng, SPACES[:2])
     one.account.read_locked(SPACES[0].id, {Tier.HBM: 3})
     one.take()
     one.clock.ms += HOUR_MS

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from kvbm.catalog.follow.archive import ArchiveFiles
 from kvbm.assembly import NATIVE
+from kvbm.catalog.follow.archive import ArchiveFiles
 from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
 from kvbm.core.events import BlocksCreated, Event, UsageRecorded, UsageRow
