@@ -4,7 +4,7 @@ It uses the public names of kvbm alone, and nothing of this checkout. It is told
 each with a line, and closes its manager when its input ends. Each block that it reads is checked.
 
     {"serve": 7, "depth": 5, "space": 0}    serve prompt 7 of 5 blocks, and wait until its copies have ended
-        {"depth": 3}                        so many of them were held
+        {"depth": 3, "namespace": "…", "hashes": "…"}    so many of them were held; both in hex
     {"place": true}                         wait until all is published
         {"epoch": 1, "offset": 42}
 """
@@ -37,8 +37,8 @@ def kv_of(block: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(block), dtype=torch.uint8).repeat(BLOCK_BYTES // kvbm.HASH_BYTES)
 
 
-def serve(manager: kvbm.Manager, space: kvbm.Namespace, prompt: int, depth: int) -> int:
-    """How many blocks of a prompt were held; the others are computed."""
+def serve(manager: kvbm.Manager, space: kvbm.Namespace, prompt: int, depth: int) -> dict[str, Any]:
+    """How many blocks of a prompt were held, and what they are; the others are computed."""
     hashes = manager.hash_tokens(tokens_of(prompt, depth), space.root(), BLOCK_TOKENS)
     blocks = [hashes[at : at + kvbm.HASH_BYTES] for at in range(0, len(hashes), kvbm.HASH_BYTES)]
     prefix = manager.acquire(space.id, hashes, wait_s=WAIT_S)
@@ -57,7 +57,7 @@ def serve(manager: kvbm.Manager, space: kvbm.Namespace, prompt: int, depth: int)
     manager.unpin(slots)
     if not manager.settle(WAIT_S):
         raise SystemExit("copies do not end")
-    return prefix.depth
+    return {"depth": prefix.depth, "namespace": space.id.hex(), "hashes": hashes.hex()}
 
 
 def place(manager: kvbm.Manager) -> dict[str, int]:
@@ -78,8 +78,8 @@ def main() -> None:
         for line in sys.stdin:
             wanted = json.loads(line)
             if "serve" in wanted:
-                depth = serve(manager, used[wanted["space"]], wanted["serve"], wanted["depth"])
-                print(json.dumps({"depth": depth}), flush=True)
+                found = serve(manager, used[wanted["space"]], wanted["serve"], wanted["depth"])
+                print(json.dumps(found), flush=True)
             else:
                 print(json.dumps(place(manager)), flush=True)
 

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.core.answers import PositionWanted
+from kvbm.core.ids import HASH_BYTES, NamespaceId
 from kvbm.streams.server import EmbeddedServer
+from tests.eventually import eventually
 from tests.servers import fresh_database
 from tests.upgrade_builds import Side, new_side, old_side
 from tests.upgrade_clusters import PROMPTS, WAIT_S, Asker, Cluster, Load, refusal
@@ -28,7 +31,7 @@ class Rollout:
     """The cluster that is upgraded, the control cluster, and their load."""
 
     def __init__(self, old: Side, new: Side, nats: str, databases: tuple[str, str], folder: Path) -> None:
-        self.old, self.new, self.folder = old, new, folder
+        self.old, self.new, self.databases, self.folder = old, new, databases, folder
         self.opened = ExitStack()
         self.cluster = Cluster("upgraded", nats, databases[0], folder, self.opened)
         self.control = Cluster("control", nats, databases[1], folder, self.opened)
@@ -58,6 +61,16 @@ class Rollout:
         found = self.cluster.depths(WITNESS, unread=newer)
         assert found == without, f"{step}: the old catalog answers otherwise than the control cluster"
         print(f"{step}: {sum(map(len, wanted.values()))} depths of {PROMPTS} prompts are equal", flush=True)
+
+    async def variants(self) -> list[str]:
+        """The new field of each namespace in the database."""
+        import asyncpg
+
+        connection = await asyncpg.connect(self.databases[0].replace("+asyncpg", ""), timeout=WAIT_S)
+        try:
+            return [row["variant"] for row in await connection.fetch("SELECT variant FROM namespaces ORDER BY 1")]
+        finally:
+            await connection.close()
 
     def replace_catalog(self, name: str) -> None:
         with self.load.under():
@@ -101,6 +114,7 @@ def test_a_cluster_is_upgraded_under_load_and_answers_as_one_that_is_not(rollout
         upgrade_engines(rollout)
         go_back(rollout)
         raise_frames(rollout)
+    use_the_new_field(rollout)
     assert asker.asked > 100 and not asker.wrong and not asker.failed, (asker.wrong[:3], asker.failed[:3])
     evicted = [one for one in rollout.load.served if one[0] not in rollout.control.depths("catalog")[one[1]]]
     assert evicted, "no tier has evicted by capacity"
@@ -156,3 +170,20 @@ def raise_frames(rollout: Rollout) -> None:
         rollout.cluster.start_engine(name, rollout.new, newest, has_variant=True)
         rollout.control.start_engine(name, rollout.old, rollout.old.frame_version)
     rollout.check("after an old version was refused the journal", newer)
+
+
+def use_the_new_field(rollout: Rollout) -> None:
+    """What only the next version can say reaches its catalogs and their database, and the old catalog has none of
+    it.
+    """
+    name = ENGINES[2]
+    served = rollout.cluster.engines[name].ask(serve=100, depth=4, space=1)
+    namespace, hashes = NamespaceId(bytes.fromhex(served["namespace"])), bytes.fromhex(served["hashes"])
+    assert served["depth"] == 0 and len(hashes) == 4 * HASH_BYTES
+    place = rollout.cluster.engines[name].ask(place=True)
+    wanted = [PositionWanted(instance=name, epoch=place["epoch"], offset=place["offset"])]
+    for catalog in CATALOGS:
+        found = rollout.cluster.catalogs[catalog].lookup(namespace, hashes, at_least=wanted, timeout_s=5.0)
+        assert {one.instance: one.depth for one in found.instances} == {name: 4}
+    assert not rollout.cluster.catalogs[WITNESS].lookup(namespace, hashes).instances
+    assert eventually(lambda: len(variants := asyncio.run(rollout.variants())) == 2 and variants) == ["", "v2"]
