@@ -38,7 +38,8 @@ ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
 .PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-web \
   test-objects smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick \
-  vllm-next-check pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup \
+  vllm-next-check pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang test-upgrade release-files faults \
+  mutants mutants-quick setup \
   fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
@@ -173,6 +174,14 @@ bench-sglang: $(SGLANG_STAMP)  ## … against SGLang's file backend on the same 
 
 test-sglang: $(SGLANG_STAMP)  ## kvbm below SGLang's own pools and caches on this CPU (needs a network, 2 GB)
 	$(SGLANG)/bin/python $(RUN_TESTS) --sglang tests/engines/sglang $(PYTEST_ARGS)
+
+# Both versions are wheels in environments of their own below build/upgrade; C++ is compiled of each whose sources have
+# changed, with ccache where it is there.
+test-upgrade: setup  ## a cluster of the release in tests/golden becomes one of the next version, under load
+	$(BIN)/python $(RUN_TESTS) --upgrade tests/upgrade $(PYTEST_ARGS)
+
+release-files: setup  ## tests/golden/VERSION, which later versions must open; ARGS=--force: anew, before the release
+	$(BIN)/python tools/write_release.py $(ARGS)
 
 faults: setup  ## the fault suite alone, with every three faults together: more than an hour
 	$(BIN)/python $(RUN_TESTS) $(SHARED) --nightly tests/faults $(PYTEST_ARGS)
