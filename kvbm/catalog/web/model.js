@@ -131,3 +131,25 @@ export function tenantsOf(told) {
   }
   return { rows: [...found.values()], more: 0 };
 }
+
+// Usage of some hours, by tenant.
+export function savedOf({ from, until, hours }) {
+  const tenants = new Map();
+  for (const hour of hours) {
+    let sum = tenants.get(hour.tenant);
+    if (!sum) { sum = { tokens: 0, unrated: 0, us: 0 }; tenants.set(hour.tenant, sum); }
+    sum.tokens += hour.saved_tokens;
+    sum.unrated += hour.unrated_tokens;
+    sum.us += hour.saved_gpu_us;
+  }
+  return { from, until, tenants };
+}
+
+// Rows of tenants with what each has saved, and rows of those that have saved something and of whom nothing else is
+// known. `saved` null: it is not known.
+export function withSaved(rows, saved) {
+  const names = new Set(rows.map((row) => row.tenant));
+  for (const row of rows) row.saved = saved ? saved.tenants.get(row.tenant) || { tokens: 0, unrated: 0, us: 0 } : null;
+  if (!saved) return rows;
+  return [...rows, ...[...saved.tenants].filter(([tenant]) => !names.has(tenant)).map(([tenant, sum]) => ({ tenant, instances: null, saved: sum, hay: tenant.toLowerCase() }))];
+}
