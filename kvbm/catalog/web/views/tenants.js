@@ -18,7 +18,7 @@ async function usage(from, until) {
   const hours = [];
   for (let next = ""; ;) {
     const answer = await ask(question("v1/usage", { from: iso(from), to: iso(until), next }));
-    hours.push(...answer.hours);
+    hours.push(...(answer.hours || []));
     if (!answer.next) return { from, until, hours };
     next = answer.next;
   }
