@@ -16,6 +16,8 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from kvbm.core.clock_times import clock_us, last_at
+from kvbm.core.errors import ConfigError
 from kvbm.core.events import UsageRecorded, UsageRow
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
 
@@ -24,6 +26,7 @@ LONGEST_STEP_MS = 24 * HOUR_MS  # a longer step of the clock is none that passed
 Numbers = tuple[int, int, int, int]  # one for each Tier
 
 MOST_GAPS = 1000  # that a report names
+TIMES_HOW = "give ISO 8601, Unix seconds or a clock time such as 13:19 (UTC)"
 _MOST = (1 << 63) - 1  # that SQL keeps of one number
 _SECONDS = re.compile(r"[0-9]{1,11}")
 _UNIX_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
@@ -235,8 +238,14 @@ def end_of_hour(ms: int) -> int:
     return -(-ms // HOUR_MS) * HOUR_MS
 
 
-def parse_time(text: str) -> int | None:
-    """ISO 8601, in UTC where it says no zone, or Unix seconds, as Unix milliseconds; None: it is neither."""
+def parse_time(text: str, last_ms: int | None = None) -> int | None:
+    """ISO 8601, in UTC where it says no zone, or Unix seconds, as Unix milliseconds; None: it is neither.
+
+    Args:
+        last_ms: times of day are understood, too, each as the last one up to this time.
+    """
+    if last_ms is not None and (clock := clock_us(text)) is not None:
+        return max(0, last_at(clock, last_ms * 1000 + 999) // 1000)
     if _SECONDS.fullmatch(text):
         return int(text) * 1000
     try:
@@ -250,6 +259,12 @@ def parse_time(text: str) -> int | None:
     except OverflowError:
         return None
     return ms if ms >= 0 else None
+
+
+def check_stretch(since_ms: int | None, until_ms: int | None) -> None:
+    """Raises ConfigError: what is asked about ends before it begins."""
+    if since_ms is not None and until_ms is not None and since_ms >= until_ms:
+        raise ConfigError(f"--from {time_text(since_ms)} does not lie before --to {time_text(until_ms)}")
 
 
 def time_text(ms: int) -> str:

@@ -12,11 +12,12 @@ from typing import NamedTuple
 from kvbm.catalog.index.cluster_index import NewIndex
 from kvbm.core.ages import NewAges
 from kvbm.core.backend import Backend, NewFold
+from kvbm.core.clock_times import clock_us
 from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES
 from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.core.stays import NewStayFold
-from kvbm.core.usage import UsageReport, csv_of, gap_lines, parse_time
+from kvbm.core.usage import TIMES_HOW, UsageReport, check_stretch, csv_of, gap_lines, parse_time
 from kvbm.progress import allow_bars
 from kvbm.replay.cat import cat, followed
 from kvbm.replay.compare_catalog import AskCatalog, CatalogComparison
@@ -40,7 +41,7 @@ from kvbm.replay.progress import watched
 from kvbm.replay.serve import MAX_SPEED, OpenStream, serve
 from kvbm.replay.source import ARCHIVE_SUFFIX, FrameSource, SourceError
 from kvbm.replay.stat import stats_of
-from kvbm.replay.state import states_at
+from kvbm.replay.state import last_us, states_at
 from kvbm.replay.usage import UsageStretch, usage_of
 from kvbm.replay.verify import verify
 from kvbm.replay.whatif import POLICIES, ComputeCost, ReadTrace, read_accesses, what_if
@@ -381,11 +382,20 @@ def _add_whatif(command: argparse.ArgumentParser) -> None:
 
 
 def _add_usage(command: argparse.ArgumentParser) -> None:
-    times = "ISO 8601, in UTC where it says no zone, or Unix seconds"
-    command.add_argument(
-        "--from", dest="since", type=_time_ms, metavar="TIME", help=f"hours that begin from here on: {times}"
+    times = (
+        "ISO 8601, in UTC where it says no zone, Unix seconds or a clock time such as 13:19 (UTC, the last one the log "
+        "reaches)"
     )
-    command.add_argument("--to", dest="until", type=_time_ms, metavar="TIME", help="hours that begin before")
+    command.add_argument(
+        "--from",
+        dest="since",
+        type=_time_text,
+        metavar="TIME",
+        help=f"hours that begin from here on: {times} (default: all of the log)",
+    )
+    command.add_argument(
+        "--to", dest="until", type=_time_text, metavar="TIME", help="hours that begin before (default: all of the log)"
+    )
     command.add_argument("--tenant", action="append", metavar="NAME", help="only this one; may be given several times")
     command.add_argument("--csv", action="store_true", help="a line an hour and tenant, as kvbm-catalog usage gives it")
 
@@ -434,12 +444,11 @@ def _speed(text: str) -> float:
     return MAX_SPEED if text == "max" else _amount(text)
 
 
-def _time_ms(text: str) -> int:
-    """Raises ArgumentTypeError."""
-    found = parse_time(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no time; give ISO 8601, or Unix seconds")
-    return found
+def _time_text(text: str) -> str:
+    """Raises ArgumentTypeError: it is no time."""
+    if parse_time(text) is None and clock_us(text) is None:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no time; {TIMES_HOW}")
+    return text
 
 
 def _count(text: str) -> int:
@@ -597,13 +606,23 @@ def _usage(arguments: argparse.Namespace, parts: Parts) -> int:
         raise SourceError("--csv and --json: give one of them")
     source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
-    stretch = UsageStretch(since_ms=arguments.since, until_ms=arguments.until, tenants=arguments.tenant)
+    stretch = _usage_stretch(arguments, parts)
     report = usage_of(source, parts.backend, stretch, arguments.instance, located)
     if arguments.csv:
         say_csv(csv_of(report.hours))
         return end(report.findings, [*report.notes, *gap_lines(UsageReport(gaps=report.gaps))])
     write(arguments.json, report, report.lines())
     return end(report.findings, report.notes)
+
+
+def _usage_stretch(arguments: argparse.Namespace, parts: Parts) -> UsageStretch:
+    """Of which hours. A time of day is the last one the log reaches: it is read once before, to see where it ends."""
+    asked = {"since_ms": arguments.since, "until_ms": arguments.until}
+    has_clock = any(text is not None and parse_time(text) is None for text in asked.values())
+    end_us = last_us(_source(arguments, parts), parts.backend, arguments.instance) if has_clock else 0
+    since, until = (None if text is None else parse_time(text, end_us // 1000) for text in asked.values())
+    check_stretch(since, until)
+    return UsageStretch(since_ms=since, until_ms=until, tenants=arguments.tenant)
 
 
 def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +17,7 @@ from kvbm.replay.source import SourceError
 from kvbm.replay.sql import HistoryDatabase
 
 _LEAST_DIGITS = 8
+_QUIET = timedelta(minutes=1)  # an instance that is not heard for so long may be gone
 _MOST_BLOCKS = 20  # whose hash begins with the digits given
 _ENDED = {
     "restarted": "gone from {tier}: the instance began anew",
@@ -185,21 +186,50 @@ class TenantTier(msgspec.Struct, frozen=True, kw_only=True):
     instances: int
 
 
+class Unheard(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance whose blocks are counted though nothing was heard of it lately: it has stopped, was killed, or had
+    nothing to say.
+
+    Attributes:
+        last_frame: when it was heard last. stopped: why; None where it has not said that it stops.
+    """
+
+    instance: str
+    blocks: int
+    last_frame: str
+    stopped: str | None = None
+
+    def sentence(self) -> str:
+        """What is so, and what that means."""
+        which = f"{counted(self.blocks, 'block')} of these {'is' if self.blocks == 1 else 'are'} of {self.instance}"
+        if self.stopped is not None:
+            return f"{which}, which stopped at {self.last_frame} ({self.stopped}); catalogs leave it out"
+        return f"{which}, last heard at {self.last_frame}; if it was killed, catalogs leave it out"
+
+
 class Tenants(msgspec.Struct, kw_only=True):
-    """Whose blocks were held at a moment, largest first. `holes`: what is missing then."""
+    """Whose blocks were held at a moment, largest first. `holes`: what is missing then.
+
+    What an instance held counts until its next start ends it: a log does not say of one that is gone when it went.
+    `unheard` names those of which this may be so, and what they hold.
+    """
 
     source: str
     at: str
     tenants: list[TenantTier] = []
+    unheard: list[Unheard] = []
     holes: list[Unknown] = []
 
     def lines(self) -> Iterator[str]:
         """For people."""
-        yield f"held at {self.at}"
+        yield (
+            f"held at {self.at}" if self.tenants else f"nothing was held at {self.at or 'any time: there is no event'}"
+        )
         for one in self.tenants:
             size = "of unknown size" if one.bytes is None else f"{one.bytes:>20,} bytes"
             named = "(unknown)" if one.tenant is None else one.tenant or "(none)"
             yield f"  {named:<24} {one.tier:<6} {one.blocks:>14,} blocks {size} at {counted(one.instances, 'instance')}"
+        yield from (f"  {one.sentence()}" for one in self.unheard)
         for hole in self.holes:
             yield f"  {hole.instance}: {counted(hole.events, 'event')} missing, up to {hole.until}"
 
@@ -301,8 +331,28 @@ def tenants(history: HistoryDatabase, at: datetime | None = None) -> Tenants:
             )
             for tenant, tier, blocks, size, at_ in rows
         ],
+        unheard=_unheard(history, at),
         holes=[] if at is None else [_unknown(row) for row in hole_rows(history) if row.is_open(at)],
     )
+
+
+def _unheard(history: HistoryDatabase, at: datetime | None) -> list[Unheard]:
+    """Instances that hold something at a moment, or at the end, and were not heard shortly before."""
+    until = history.manifest.until
+    if at is None and not until:
+        return []
+    moment = datetime.fromisoformat(until).replace(tzinfo=None) if at is None else at
+    epochs = "SELECT instance, stream, last_frame, stopped FROM instances WHERE began <= ? ORDER BY began, life, epoch"
+    latest = {row[:2]: row[2:] for row in history.ask(epochs, [moment]).rows}
+    held = history.ask("SELECT instance, stream, count(*) FROM residencies_at(?) GROUP BY ALL ORDER BY ALL", [moment])
+    found = []
+    for instance, stream, blocks in held.rows:
+        last, stopped = latest.get((instance, stream), (None, None))
+        if last is not None and last <= moment and (stopped is not None or moment - last >= _QUIET):
+            found.append(
+                Unheard(instance=instance, blocks=blocks, last_frame=_iso(last) or "", stopped=stopped),
+            )
+    return found
 
 
 _COLUMNS = (

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_STAYS
@@ -21,7 +22,9 @@ from kvbm.core.events import (
     Event,
     EvictReason,
     InstanceStarted,
+    InstanceStopped,
     PoolStated,
+    StopReason,
 )
 from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
 from kvbm.files import alone
@@ -151,6 +154,28 @@ def test_tenants_by_tier_with_bytes(history: HistoryDatabase):
     assert [(one.tenant, one.tier, one.blocks, one.bytes) for one in tenants(history).tenants] == [
         ("acme", "NVME", 1, 1000)
     ]
+
+
+def test_tenants_say_whose_blocks_count_though_the_instance_may_be_gone(tmp_path: Path):
+    stopping = [[START], [created(Tier.HBM, ONE + TWO, [0, 1])], [InstanceStopped(reason=StopReason.SHUTDOWN)]]
+    killed = [[START], [created(Tier.HBM, THREE, [0])]]
+    busy = [[START], *([created(Tier.HBM, hash_of(number), [number])] for number in range(8))]
+    late = [*frames_of(busy, "busy")]
+    frames = [*frames_of(stopping, "stopped"), *frames_of(killed, "killed")]
+    later = [
+        msgspec.structs.replace(frame, wall_time_ns=frame.wall_time_ns + number * 20 * SECOND_NS)
+        for number, frame in enumerate(late)
+    ]
+    made(tmp_path, [*frames, *later])
+    with HistoryDatabase(tmp_path / "history") as opened:
+        second = "2026-01-01T00:00:0"
+        assert [line.strip() for line in tenants(opened).lines()][2:] == [
+            f"1 block of these is of killed, last heard at {second}1.000000Z; if it was killed, catalogs leave it out",
+            f"2 blocks of these are of stopped, which stopped at {second}2.000000Z (shutdown); catalogs leave it out",
+        ]
+        assert tenants(opened, BEGIN + timedelta(seconds=1)).unheard == []
+        empty = tenants(opened, BEGIN)
+        assert list(empty.lines()) == ["nothing was held at 2026-01-01T00:00:00.000000Z"]
 
 
 def test_a_claim_counts_until_it_is_given_up(history: HistoryDatabase):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import msgspec
 import pytest
 
 import kvbm.catalog.sql.usage
+import kvbm.catalog_questions
 from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
 from kvbm.assembly.recorded import open_log
 from kvbm.catalog.access.file import NewToken
@@ -23,13 +25,13 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql.rows import StoreBatch
 from kvbm.catalog.sql.store import SqlStore
 from kvbm.catalog.sql.usage import UsageWanted
-from kvbm.cli import replay_main
+from kvbm.cli import catalog_main, replay_main
 from kvbm.config import Settings, load_settings
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import ArgumentError
 from kvbm.core.events import UsageRecorded, UsageRow
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Tier
-from kvbm.core.usage import HOUR_MS, UsageReport, UsageSums, csv_of, entries_of, time_text
+from kvbm.core.usage import HOUR_MS, UsageReport, UsageSums, begin_of_hour, csv_of, entries_of, time_text
 from kvbm.erasure.sql import erase_rows, named_tenants
 from kvbm.locate.asynchronous import AsyncCatalogClient
 from kvbm.locate.credentials import CatalogCredentials
@@ -193,6 +195,69 @@ def test_json_and_words_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "UsageRecorded 2026-09-21T14:13:20.000000Z to 2026-09-21T15:00:00.000000Z of " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         replay_main(["usage", str(log), "--from", "yesterday"])
+
+
+def test_hours_of_a_log_are_asked_for_by_times_of_day_and_without_any(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = tmp_path / "log.kvbm"
+    log.write_bytes(b"".join(frame.data for frame in life("a", 1, 7, Clock(), 3, stops=True)))  # 14:13 to 17:13
+
+    def hours(*words: str) -> set[str]:
+        assert replay_main(["usage", str(log), "--json", *words]) == 0
+        return {hour["hour"][11:13] for hour in json.loads(capsys.readouterr().out)["hours"]}
+
+    assert hours() == {"14", "15", "16", "17"}
+    assert hours("--from", "15:00", "--to", "17:00:00") == {"15", "16"}
+    assert hours("--from", "18:00+02:00") == {"16", "17"}
+    assert hours("--from", "21:40:44", "--to", "15:00") == {"14"}  # from the evening before
+    assert replay_main(["usage", str(log), "--from", "16:00", "--to", "15:00"]) == 2
+    assert "does not lie before --to" in capsys.readouterr().err
+    for text in ("25:00", "12", "", "e1+4"):
+        with pytest.raises(SystemExit):
+            replay_main(["usage", str(log), "--from", text, "--to", "x"])
+
+
+def test_a_catalog_is_asked_for_usage_by_times_of_day_and_without_any(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    clock.ms = begin_of_hour(time.time_ns() // 1_000_000) - 30 * HOUR_MS
+    with CatalogThread(settings_of(nats_url, cluster, sqlite_url, tmp_path), NATIVE, NATIVE_INDEX) as thread:
+        with CatalogClient(thread.url, WAIT_S) as client:
+            client.wait_ready(WAIT_S)
+            told = [("a", life("a", 1, 7, clock, 28, stops=True))]
+            report = expected_of(told)
+            publish(nats_url, cluster, told)
+            eventually(lambda: client.usage() == report, "the catalog has other usage than was published")
+
+        def hours(*words: str) -> set[str]:
+            capsys.readouterr()  # what the catalog logs
+            assert catalog_main(["usage", "--url", thread.url, "--json", *words]) == 0
+            return {hour["hour"] for hour in json.loads(capsys.readouterr().out)["hours"]}
+
+        assert hours() == {hour.hour for hour in report.hours}
+        begin = time_text(clock.ms - 10 * HOUR_MS)
+        monkeypatch.setattr(kvbm.catalog_questions, "time", StoppedTime(clock.ms))
+        asked = hours("--from", begin[11:16])  # the last one there was
+        assert asked == {hour for hour in hours() if hour >= begin} != set()
+        assert catalog_main(["usage", "--url", thread.url, "--from", "2026-01-02", "--to", "2026-01-01"]) == 2
+        assert "does not lie before --to" in capsys.readouterr().err
+
+
+class StoppedTime:
+    """The module `time`, whose clock stands."""
+
+    def __init__(self, ms: int) -> None:
+        self._ms = ms
+
+    def time_ns(self) -> int:
+        return self._ms * 1_000_000
 
 
 def test_a_tenant_sees_its_own_usage_alone(

@@ -147,6 +147,9 @@ def test_an_instance_a_block_and_tenants_are_as_they_were(slider: Browser, past:
     slider.reads("Held then:")
     slider.reads("one in HOST since")
     sentences = slider.text(".life")
+    times = slider.run("return [...document.querySelectorAll('.life li .mono')].map((one) => one.innerText)")
+    assert len(times) > 1 and times == sorted(times, reverse=True)
+    slider.reads("The newest first:")
     assert "one HBM" in sentences and "one HOST" in sentences and "offset" in sentences
     slider.go("tenants")
     slider.until(lambda: [row[0] for row in slider.rows("Tenants")] == ["(no tenant)"], "the tenants are others")
@@ -205,3 +208,33 @@ def test_keys_step_through_time(slider: Browser) -> None:
     slider.until(lambda: slider.text("#time .at") < first, "PgDn does not go back")
     slider.press("l")
     slider.reads("Now", "#time")
+
+
+def test_an_instance_that_was_killed_is_told_to_be_last_heard_then(window: Browser, past: Past) -> None:
+    """Last in this file: it adds to the history."""
+    site, at_s = past.site, past.begin_s + 7 * STEP_S
+    gone, one = Instance(site.server.url, CLUSTER, "gone"), Instance(site.server.url, CLUSTER, "kept")
+    for instance, start_s in ((gone, at_s), (one, at_s), (one, at_s + 2 * STEP_S)):
+        instance.create(0, 2) if start_s == at_s else instance.create(2, 4)
+        told(instance, start_s)
+    one.beat()
+    end = datetime.fromtimestamp(at_s + 2 * STEP_S, UTC).isoformat()[:19]
+    eventually(
+        lambda: urllib3.request("GET", site.url + "/v1/history", timeout=WAIT_S).json()["until"] >= end,
+        "the history does not reach the last event",
+    )
+    window.forget()
+    window.open(site.url + "/")
+    window.find("#time input")
+
+    def states() -> dict[str, str]:
+        return {row[0]: row[1] for row in window.rows("Instances")}
+
+    heard = f"last heard {datetime.fromtimestamp(at_s, UTC):%H:%M:%S}"
+    move(window, past.at(6.8))
+    window.until(lambda: states()["gone"] == "running", "it is not told to run while it was heard")
+    move(window, past.at(8.2))
+    window.until(lambda: states()["gone"] == heard, "it is not told when it was heard last")
+    assert states()["kept"] == states()["one"] == "running"
+    window.go("instance/gone")
+    window.reads(f"Then: epoch 1, {heard}")

@@ -103,3 +103,45 @@ def test_a_link_to_a_view_opens_it(page: Browser, site: WebSite) -> None:
     page.driver.refresh()
     page.reads("Who holds the block")
     assert Select(page.find("select")).first_selected_option.get_attribute("value") == SPACE.id.hex()
+
+
+CUT = """
+const cut = [], found = [...document.querySelectorAll("main code, main .tile small, main .tile dd")];
+for (const one of found) {
+  const box = one.getBoundingClientRect(), own = getComputedStyle(one);
+  if (!box.width || (one.title === one.innerText && own.cursor === "help")) continue;
+  let isCut = own.display !== "inline" && one.scrollWidth > one.clientWidth + 1;
+  for (let above = one.parentElement; above.tagName !== "MAIN"; above = above.parentElement) {
+    const clips = getComputedStyle(above).overflowX !== "visible";
+    isCut ||= clips && box.right > above.getBoundingClientRect().right + 1;
+  }
+  if (isCut) cut.push(one.innerText);
+}
+return [cut, found.length];
+"""
+
+
+LONG = "of 3,000: 1,204 silent, 310 stopped, 22 restarted, 3 newer, 17 unheard"
+
+
+def test_ids_and_notes_can_be_read_whole(page: Browser) -> None:
+    views = {
+        "overview": "Instances live",
+        "instance/gpu-b": SPACE.id.hex(),
+        f"block?hash={hashes_of(1, 8)[16 * 7 :].hex()}&ns={SPACE.id.hex()}": "Who holds the block",
+    }
+    for view, words in views.items():
+        page.go(view)
+        page.reads(words)
+        if view == "overview":  # as it is where many are away
+            page.run("document.querySelector('.tile small').textContent = arguments[0]", LONG)
+        cut, seen = page.run(CUT)
+        assert cut == [] and seen, view
+    page.go("block")
+    page.choose(SPACE.id.hex())
+    page.run("document.querySelector('select[aria-label=Namespace]').dispatchEvent(new Event('change'))")
+    page.until(lambda: page.text(".form .whole").startswith(SPACE.id.hex()), "the id is not told whole")
+    names = page.run(
+        "return [...document.querySelectorAll('select[aria-label=Namespace] option')].map((one) => one.text)"
+    )
+    assert any(name.startswith(SPACE.id.hex()[:8]) for name in names)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from heapq import nlargest
 
+from kvbm.catalog.follow.archive import STREAM_PART
 from kvbm.catalog.follow.usage_totals import SHOWN_TENANTS
 from kvbm.catalog.members.liveness import LifeState
 from kvbm.catalog.put_bytes import Sizes, put_by_instance, put_by_namespace
@@ -52,8 +53,11 @@ def _checkpointed(at: CatalogService) -> int:
 
 
 def _degraded_parts(at: CatalogService) -> Labelled:
-    """An instance that is ignored, and a task that has ended, count as one of them, whatever its name."""
+    """An instance that is ignored, and a task that has ended, count as one of them, whatever its name. An archive that
+    reads nothing lacks NATS, and its folder is well.
+    """
     named = ("instances" if one.startswith("instance ") else one for one in at.degraded.parts())
+    named = ("NATS" if one == STREAM_PART else one for one in named)
     broken = {one if one in DEGRADED_PARTS else "tasks" for one in named}
     return {(part,): float(part in broken) for part in DEGRADED_PARTS}
 

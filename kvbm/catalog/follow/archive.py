@@ -42,6 +42,7 @@ log = SafeLog()
 FILE_BYTES = 64 << 20
 SYNC_BYTES = 16 << 20  # POSITION is moved on at least after so much
 SYNC_EVERY_S = 1.0
+STREAM_PART = "archive stream"  # as a degraded part: the archive does not get what it should write
 RETRY_S = 1.0
 SAMPLES_EVERY_S = 1.0
 SAMPLES_WAITING = 10_000
@@ -424,7 +425,10 @@ class Archive:
         while True:
             try:
                 await self._follow(await self._open())
-            except (StreamError, CatalogError) as error:
+            except StreamError as error:  # no fault of the folder
+                self._degraded.note(STREAM_PART, str(error))
+                await asyncio.sleep(RETRY_S)
+            except CatalogError as error:
                 self._degraded.note("archive", str(error))
                 await asyncio.sleep(RETRY_S)
 
@@ -497,6 +501,7 @@ class Archive:
                     await self._insist(files.sync)
                     synced_s = time.monotonic()
                 self._degraded.clear("archive")
+                self._degraded.clear(STREAM_PART)
                 if not files.position.created:
                     return  # another store: ask what it is
         finally:

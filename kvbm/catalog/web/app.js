@@ -100,7 +100,7 @@ class App {
     }
     document.documentElement.dataset.asked = String(at);
     this.steps.ask(async () => {
-      const begin = performance.now(), answer = asOf(await ask(question("v1/history/overview", { at: iso(at) })));
+      const begin = performance.now(), answer = asOf(await ask(question("v1/history/overview", { at: iso(at) })), this.live);
       return Object.assign(answer, { asked: at, begin });
     });
   }

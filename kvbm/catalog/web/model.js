@@ -1,10 +1,12 @@
 // The cluster as the catalog tells it: now, kept by a feed, or as of a moment of the history.
 
-import { TIERS, many } from "./format.js";
+import { TIERS, clock, many, moment } from "./format.js";
 
 const SAMPLES = 180; // of what is drawn over time; a page that is open for a day keeps no more
 
 const WORDS = ["cluster", "state", "excluded", "engine", "version", "place", "trouble", "suspicion"];
+const QUIET_MS = 60000; // an instance that is not heard for so long may be gone
+
 const PLAIN = ["epoch", "unread", "suspect", "heard", "queued", "running", "put"];
 
 function derive(row) {
@@ -80,11 +82,20 @@ function tenantRows(columns) {
   return { rows, more: columns.more };
 }
 
-// What the history says of a moment, in the shape of `Live`.
-export function asOf(answer) {
+// How an instance was at a moment: {state, words, note}. A log does not say of one that was killed when it went: of one
+// that has said nothing more in its epoch, and is not live in it now, only when it was heard last is known.
+export function stateThen(one, at, now) {
+  const last = Date.parse(one.last_frame), runs = now && now.state === "live" && now.epoch === one.epoch;
+  if (one.state !== "running" || runs || at - last < QUIET_MS) return { state: one.state, words: one.state, note: one.stopped ? `stopped: ${one.stopped}` : "" };
+  return { state: "silent", words: `last heard ${at - last < 86400000 ? clock(last) : moment(last)}`, note: `last heard ${moment(last)} UTC: it was killed, or had nothing to say` };
+}
+
+// What the history says of a moment, in the shape of `Live`; `live` is what is so now.
+export function asOf(answer, live) {
   const rows = answer.instances.map((one) => {
+    const then = stateThen(one, Date.parse(answer.at), live.byName.get(one.instance));
     const row = {
-      instance: one.instance, cluster: "", state: one.state, excluded: "", engine: one.engine, version: one.version, place: one.topology.join(" / "),
+      instance: one.instance, cluster: "", state: then.state, words: then.words, excluded: "", engine: one.engine, version: one.version, place: one.topology.join(" / "),
       trouble: "", suspicion: "", epoch: one.epoch, unread: null, suspect: 0, heard: null, queued: null, running: null, put: 0, stream: one.stream,
       began: one.began, lastFrame: one.last_frame, blocks: [0, 0, 0], slots: [0, 0, 0], blockBytes: [0, 0, 0], stopped: one.stopped,
     };
@@ -95,7 +106,7 @@ export function asOf(answer) {
       row.slots[at] = tier.slots || 0;
       row.blockBytes[at] = tier.block_bytes || 0;
     }
-    if (one.stopped) row.suspicion = `stopped: ${one.stopped}`;
+    row.suspicion = then.note;
     return row;
   });
   const byName = new Map(rows.map((row) => [row.instance, row]));
@@ -130,4 +141,26 @@ export function tenantsOf(told) {
     row.blocks += one.blocks;
   }
   return { rows: [...found.values()], more: 0 };
+}
+
+// Usage of some hours, by tenant.
+export function savedOf({ from, until, hours }) {
+  const tenants = new Map();
+  for (const hour of hours) {
+    let sum = tenants.get(hour.tenant);
+    if (!sum) { sum = { tokens: 0, unrated: 0, us: 0 }; tenants.set(hour.tenant, sum); }
+    sum.tokens += hour.saved_tokens;
+    sum.unrated += hour.unrated_tokens;
+    sum.us += hour.saved_gpu_us;
+  }
+  return { from, until, tenants };
+}
+
+// Rows of tenants with what each has saved, and rows of those that have saved something and of whom nothing else is
+// known. `saved` null: it is not known.
+export function withSaved(rows, saved) {
+  const names = new Set(rows.map((row) => row.tenant));
+  for (const row of rows) row.saved = saved ? saved.tenants.get(row.tenant) || { tokens: 0, unrated: 0, us: 0 } : null;
+  if (!saved) return rows;
+  return [...rows, ...[...saved.tenants].filter(([tenant]) => !names.has(tenant)).map(([tenant, sum]) => ({ tenant, instances: null, saved: sum, hay: tenant.toLowerCase() }))];
 }

@@ -38,13 +38,14 @@ export const nameOf = (fields) => [fields.model, fields.revision, fields.lora &&
 export class PromptForm {
   constructor(options) {
     this.text = h("textarea", { rows: 5, spellcheck: "false", autocomplete: "off", "aria-label": "Hashes or token ids", placeholder: options.placeholder, onkeydown: (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); this.submit(); } } });
-    this.space = h("select", { "aria-label": "Namespace" }, h("option", { value: "" }, options.any));
+    this.space = h("select", { "aria-label": "Namespace", onchange: () => this.tell() }, h("option", { value: "" }, options.any));
+    this.whole = h("span", { class: "whole", role: "status" }); // a list shows the beginning of long names
     this.button = h("button", { type: "submit", class: "primary" }, options.button);
     this.error = h("p", { class: "bad", role: "alert" });
     this.ask = options.ask;
     this.node = h("form", { class: "panel", onsubmit: (event) => { event.preventDefault(); this.submit(); } },
       h("h2", null, options.title),
-      h("div", { class: "form" }, this.text, h("div", { class: "side" }, h("label", null, "Namespace", this.space), options.more || [], h("div", null, this.button, " ", h("span", { class: "dim" }, "Ctrl + Enter")))), this.error);
+      h("div", { class: "form" }, this.text, h("div", { class: "side" }, h("label", null, "Namespace", this.space), this.whole, options.more || [], h("div", null, this.button, " ", h("span", { class: "dim" }, "Ctrl + Enter")))), this.error);
     this.fill();
   }
 
@@ -53,10 +54,17 @@ export class PromptForm {
     const found = await namespaces(), chosen = this.space.value;
     if (!found.length) this.again = setTimeout(() => { if (this.node.isConnected) this.fill(); }, AGAIN_MS); // none is named yet, or the catalog is away
     while (this.space.options.length > 1) this.space.remove(1);
-    for (const one of found) this.space.append(h("option", { value: one.id }, `${nameOf(one.fields)} (${one.id.slice(0, 8)})`));
+    for (const one of found) this.space.append(h("option", { value: one.id }, `${one.id.slice(0, 8)} · ${nameOf(one.fields)}`));
     if (this.wanted && !found.some((one) => one.id === this.wanted)) this.space.append(h("option", { value: this.wanted }, this.wanted));
     this.space.value = this.wanted || chosen;
     this.found = found;
+    this.tell();
+  }
+
+  // Which namespace is chosen, with its whole id.
+  tell() {
+    const id = this.space.value, one = (this.found || []).find((known) => known.id === id);
+    this.whole.textContent = one ? `${id} ${nameOf(one.fields)}` : id;
   }
 
   choose(id) { this.wanted = id; this.fill(); }

@@ -2,6 +2,7 @@ import { AskError, Newest, ask, question } from "../api.js";
 import { histogram, small } from "../charts.js";
 import { h, replace } from "../dom.js";
 import { EXCLUDED, bytes, colourOf, count, isNumber, many, percent, seconds, share, short, told } from "../format.js";
+import { stateThen } from "../model.js";
 import { iso } from "../time.js";
 
 const AGAIN_MS = 2000;
@@ -78,7 +79,7 @@ export class Instance {
   }
 
   draw(answer) {
-    if (answer.at !== null) { this.drawPast(answer.past); return; }
+    if (answer.at !== null) { this.drawPast(answer.past, answer.at); return; }
     const { one, detail, past, changes, seesAll } = answer;
     if (!one) { replace(this.body, h("p", { class: "empty" }, `No instance ${this.name} is known now. An earlier moment may have it.`)); return; }
     this.sub.textContent = [one.cluster && `cluster ${one.cluster}`, one.engine && `${one.engine} ${one.version}`, one.topology.join(" / ")].filter(Boolean).join(" · ");
@@ -132,8 +133,9 @@ export class Instance {
 
   holes(list) { return list.length ? h("ul", { class: "notes" }, list.slice(0, 50).map((hole) => h("li", { class: "bad hole" }, `Hole in epoch ${hole.epoch}: ${many(hole.events, "event")} from offset ${count(hole.first_offset)} missing, ${hole.since ? told(hole.since) : "from the beginning"} to ${told(hole.until)}`))) : null; }
 
-  drawPast(past) {
-    const parts = past.instances.map((one) => h("section", { class: "panel", "aria-label": "Pools" }, h("header", null, h("h2", null, `Then: epoch ${one.epoch}, ${one.state}${one.stopped ? ` (${one.stopped})` : ""}`), h("span", { class: "dim" }, `began ${told(one.began)}, last frame ${told(one.last_frame)}`)),
+  drawPast(past, at) {
+    const now = this.app.live.byName.get(this.name), then = (one) => stateThen(one, at, now);
+    const parts = past.instances.map((one) => h("section", { class: "panel", "aria-label": "Pools" }, h("header", null, h("h2", null, `Then: epoch ${one.epoch}, ${then(one).words}${one.stopped ? ` (${one.stopped})` : ""}`), h("span", { class: "dim" }, `began ${told(one.began)}, last frame ${told(one.last_frame)}`)),
       small([["Tier"], ["Pool"], ["Slots", "num"], ["Block", "num"], ["Held", "num"], ["Bytes", "num"], ["Fill", "fill"], ["", "num"]], one.tiers.map((tier) => [tier.tier, tier.name || "–", count(tier.slots), bytes(tier.block_bytes), count(tier.blocks), bytes(tier.bytes), fillBar(share(tier.blocks, tier.slots), tier.tier), percent(share(tier.blocks, tier.slots))]))));
     this.sub.textContent = past.instances.length ? [`${past.instances[0].engine} ${past.instances[0].version}`, past.instances[0].topology.join(" / ")].filter(Boolean).join(" · ") : "";
     replace(this.body, parts.length ? parts : h("p", { class: "empty" }, "It had not started by then."),

@@ -36,7 +36,7 @@ export class Overview {
     const nowMs = () => (this.now || Date.now());
     this.table = new Table([
       { key: "instance", label: "Instance", width: "minmax(150px, 1.3fr)", value: (row) => row.instance, text: (row) => row.instance },
-      { key: "state", label: "State", width: "108px", value: (row) => (row.excluded || (row.suspect ? "~suspect" : row.state)), paint: (cell, row) => paintState(cell, row.suspect && !row.excluded ? "suspect" : row.state, row.suspect && !row.excluded ? "suspect" : row.state) },
+      { key: "state", label: "State", width: "136px", value: (row) => (row.excluded || (row.suspect ? "~suspect" : row.state)), paint: (cell, row) => paintState(cell, row.suspect && !row.excluded ? "suspect" : row.state, row.suspect && !row.excluded ? "suspect" : row.words || row.state) },
       tierColumn(0), tierColumn(1), tierColumn(2),
       { key: "bytes", label: "Held", title: "Bytes of all blocks held in pools of its own", width: "82px", num: true, value: (row) => row.bytes, text: (row) => bytes(row.bytes) },
       { key: "queued", label: "Queued tok", title: "Prompt tokens that wait for their prefill", width: "82px", num: true, value: (row) => row.queued, text: (row) => count(row.queued) },
