@@ -30,6 +30,7 @@ from kvbm.manager.owned_hbm import Manager
 from kvbm.pools.base import ReadOutcome
 from kvbm.pools.stores.base import Put
 from kvbm.pools.stores.memory import MemoryStore
+from kvbm.streams.access_samples import SUFFIX, read_samples
 from kvbm.streams.base import Mark
 from tests.eventually import WAIT_S
 from tests.held import slots_of
@@ -57,6 +58,7 @@ def settings_in(folder: Path, **more: object) -> Settings:
         "pools.host.slots": 8,
         "pools.nvme.slots": 12,
         "nats.enabled": False,
+        "samples.rate": 1.0,
         "onboard.wait_s": WAIT_S,
         "onboard.locate_s": WAIT_S,
     }
@@ -117,6 +119,12 @@ def read_log(log: Path, until: tuple[int, int] | None = None) -> dict[str, Any]:
             "frames": verified.frames,
             "folded": {} if findings else folded(opened.events(), until),
         }
+
+
+def sampled(archive: Path) -> list[int]:
+    """How many blocks each prompt had that the archive's samples tell of, in order."""
+    files = sorted((archive / "samples").glob(f"*{SUFFIX}"))
+    return [len(sample.hashes) // HASH_BYTES for file in files for sample in read_samples(file)]
 
 
 def read_pool(release: Path, folder: Path) -> dict[str, Any]:
@@ -257,7 +265,7 @@ def read_release(release: Path, what: str, folder: Path, wanted: dict[str, Any],
         return read_log(release / JOURNAL)
     if what == ARCHIVE:
         epoch, offset = wanted["told"]["place"]
-        return read_log(release / ARCHIVE, (epoch, offset))
+        return read_log(release / ARCHIVE, (epoch, offset)) | {"sampled": sampled(release / ARCHIVE)}
     if what == POOL:
         return read_pool(release, folder)
     if what == CHECKPOINT:

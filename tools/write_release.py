@@ -184,6 +184,8 @@ def _lived(running: Cluster, own: Path, made: Path) -> Told:
             lambda epoch=life + 1: all(_is_stopped(client, epoch) for client in (running.first, running.second)),
             "the catalogs do not hear of the stop",
         )
+    served = [DEPTH for prompts in LIVES for _ in prompts]
+    eventually(lambda: releases.sampled(own / "archive") == served, "the archive has no sample of each prompt")
     objects = running.store.objects
     name = min(objects)
     (made / OBJECT).write_bytes(objects[name][0])
@@ -237,12 +239,12 @@ def _keep_databases(running: Cluster, own: Path, made: Path, told: Told) -> None
         return (found["epoch"], found["depths"], found["pool_depths"]) == (told.place[0], told.depths, told.pool_depths)
 
     eventually(is_written, "no checkpoint has it all")
+    digest = releases.read_checkpoint(made / CHECKPOINT)["digest"]
 
     def is_stored() -> bool:
         _dump_sqlite(own / "catalog.db", made / SQLITE)
         _dump_postgres(running.postgres, made / POSTGRES)
-        row = f"{told.place[1]}"
-        return all(row in (made / name).read_text() for name in (SQLITE, POSTGRES))
+        return all(digest in (made / name).read_text() for name in (SQLITE, POSTGRES))
 
     eventually(is_stored, "the databases do not have it all")
 

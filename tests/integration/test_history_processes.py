@@ -8,7 +8,11 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
+from kvbm.catalog.answers.prompts import ApiError
 from kvbm.catalog.degraded import Degraded
+from kvbm.catalog.history import readers
 from kvbm.catalog.history.keeper import HistoryKeeper
 from kvbm.catalog.history.past import HistoryOptions, PastAnswers, whole
 from kvbm.config.settings import LimitSettings
@@ -34,6 +38,16 @@ while prefix := sys.stdin.buffer.read(PREFIX.size):
         answer = packed(HEAD, b"{}") + packed(BODY, str(os.getpid()).encode()) + packed(END, b"")
         sys.stdout.buffer.write(answer)
         sys.stdout.flush()
+"""
+
+
+GATED = f"""
+import os, sys, time
+with open(sys.argv[1] + ".begun", "a") as file:
+    file.write(f"{{os.getpid()}}\\n")
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.005)
+{ANSWERS}
 """
 
 
@@ -107,6 +121,46 @@ def test_a_reader_whose_asker_left_while_it_started_answers_the_next_and_a_dead_
         os.kill(first, signal.SIGKILL)
         await eventually_async(lambda: past._readers._idle and not past._readers._idle[0].is_alive, "it is dead")
         assert await answer() != first
+        await past.close()
+
+    asyncio.run(asked())
+
+
+def test_a_reader_that_is_still_starting_is_waited_for_and_no_question_is_called_slow_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate, begun = tmp_path / "gate", tmp_path / "gate.begun"
+    options = HistoryOptions(folder=str(tmp_path), keeper=(), reader=(sys.executable, "-c", GATED, str(gate)))
+    limits = LimitSettings(history_processes=1, history_s=WAIT_S)
+    monkeypatch.setattr(readers, "_LEAVE_S", 0.0)  # of one that has started
+    monkeypatch.setattr(readers, "_GRACE_S", 0.0)
+    monkeypatch.setattr(readers, "WAIT_S", WAIT_S)
+
+    async def asked() -> None:
+        past = PastAnswers(options, limits, Degraded())
+
+        async def answer(within_s: float) -> int:
+            async with past.ask("which", {}, within_s) as reply:
+                return int(await whole(reply.body))
+
+        monkeypatch.setattr(readers, "_START_S", 0.1)
+        with pytest.raises(ApiError) as refused:
+            await answer(0.01)
+        assert refused.value.status == 429 and "still starting" in str(refused.value)
+        await past.close()
+
+        monkeypatch.setattr(readers, "_START_S", WAIT_S)
+        past = PastAnswers(options, limits, Degraded())
+        begun.unlink(missing_ok=True)
+        leaves = asyncio.create_task(answer(WAIT_S))
+        await eventually_async(lambda: begun.exists() and begun.read_text().endswith("\n"), "no process has begun")
+        leaves.cancel()
+        await asyncio.gather(leaves, return_exceptions=True)
+        following = asyncio.create_task(answer(WAIT_S))
+        await asyncio.sleep(0)
+        gate.touch()
+        async with asyncio.timeout(WAIT_S):
+            assert [await following] == [int(one) for one in begun.read_text().split()]  # it was not ended
         await past.close()
 
     asyncio.run(asked())

@@ -17,12 +17,17 @@ _BUFFER_BYTES = 256 << 10
 
 
 class Beside:
-    """A process that was started. One asyncio loop. `start` makes it; `close` ends it."""
+    """A process that was started. One asyncio loop. `start` makes it; `close` ends it.
+
+    Attributes:
+        has_spoken: it has sent something; before, it may still be starting.
+    """
 
     def __init__(
         self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self._process, self._reader, self._writer = process, reader, writer
+        self.has_spoken = False
 
     @classmethod
     async def start(cls, command: Sequence[str]) -> Beside:
@@ -66,9 +71,11 @@ class Beside:
             size, kind = PREFIX.unpack(await self._reader.readexactly(PREFIX.size))
             if not 1 <= size <= MOST_BYTES:
                 raise CatalogError("the process has sent what is none of ours")
-            return kind, await self._reader.readexactly(size - 1)
+            part = await self._reader.readexactly(size - 1)
         except (asyncio.IncompleteReadError, OSError):
             raise CatalogError(self._gone("its socket is closed")) from None
+        self.has_spoken = True
+        return kind, part
 
     async def close(self) -> None:
         """End it: first by closing its socket, then by force. Idempotent."""

@@ -18,6 +18,7 @@ log = SafeLog()
 
 WAIT_S = 5.0  # for a process that is free
 _LEAVE_S = 3.0  # a cancelled question has so long to end
+_START_S = 10.0  # a process has so long to start: above what a question may take, and to end one that was cancelled
 _GRACE_S = 2.0  # a question that takes longer than it may, above what it may
 FAILED = "history_failed"
 
@@ -63,9 +64,11 @@ class HistoryReaders:
         is_done = True  # nothing is asked yet
         try:
             try:
-                async with asyncio.timeout(asked.within_s + _GRACE_S):
+                async with asyncio.timeout(asked.within_s + _GRACE_S + _START_S) as limit:
                     reader = await asyncio.shield(starting)
                     is_done = False
+                    if reader.has_spoken:
+                        limit.reschedule(asyncio.get_running_loop().time() + asked.within_s + _GRACE_S)
                     await reader.send(ASK, msgspec.json.encode(asked))
                     head = await self._head(reader)
 
@@ -77,7 +80,8 @@ class HistoryReaders:
 
                     yield HistoryReply(head, body())
             except TimeoutError:
-                raise _too_slow(asked.within_s) from None
+                is_started = reader is not None and reader.has_spoken
+                raise (_too_slow(asked.within_s) if is_started else _starting()) from None
             except CatalogError as error:
                 if reader is not None:
                     reader.kill()
@@ -165,7 +169,7 @@ class HistoryReaders:
         try:
             reader = await starting
             if not is_done:
-                async with asyncio.timeout(_LEAVE_S):
+                async with asyncio.timeout(_LEAVE_S if reader.has_spoken else _START_S):
                     await reader.send(CANCEL, b"")
                     while (await reader.receive())[0] not in (END, REFUSAL):
                         pass
@@ -188,6 +192,12 @@ class HistoryReaders:
 
 def _busy() -> ApiError:
     return ApiError(429, "history_busy", "too many questions to the history wait already", "ask again in a second")
+
+
+def _starting() -> ApiError:
+    return ApiError(
+        429, "history_busy", "what answers questions to the history is still starting", "ask again in a second"
+    )
 
 
 def _too_slow(within_s: float) -> ApiError:

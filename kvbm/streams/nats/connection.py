@@ -268,7 +268,7 @@ class NatsConnection:
         """
         urls = [server.url for server in servers_of(self.url)]
         connecting = asyncio.ensure_future(
-            self.client.connect(
+            self._tried(
                 urls,
                 name="kvbm",
                 allow_reconnect=False,
@@ -284,13 +284,23 @@ class NatsConnection:
             )
         )
         try:
-            await asyncio.shield(connecting)
+            trouble = await asyncio.shield(connecting)
         except BaseException:
             connecting.cancel()
             await asyncio.wait([connecting], timeout=CLOSE_WAIT_S)
-            if connecting.done() and not connecting.cancelled():
-                connecting.exception()  # it is said by now, or of no use
             raise
+        if trouble is not None:
+            raise trouble
+
+    async def _tried(self, urls: list[str], **options: Any) -> Exception | None:
+        """What went wrong, as a value: nobody may wait for it any more, and asyncio writes of each exception of a task
+        that nobody takes.
+        """
+        try:
+            await self.client.connect(urls, **options)
+        except Exception as error:  # noqa: BLE001 - raised by who waits
+            return error
+        return None
 
     @property
     def is_open(self) -> bool:
