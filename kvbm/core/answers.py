@@ -66,7 +66,7 @@ class MediaAsked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
 
 
-class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Who has how much of this prefix? Give `hashes`, or `tokens` when the catalog knows the tenant's secret.
 
     Attributes:
