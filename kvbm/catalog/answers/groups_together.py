@@ -85,7 +85,9 @@ def tokens_together(groups: Sequence[tuple[ChainGroup, np.ndarray]], step_tokens
         step_tokens: what a prefix grows by: a multiple of each group's block.
     """
     most = min((len(held) - group.has_draft) * group.block_tokens for group, held in groups)
-    ends = np.arange(0, max(0, most) // step_tokens + 1) * step_tokens
+    if most < step_tokens:
+        return 0
+    ends = np.arange(0, most // step_tokens + 1) * step_tokens
     fits = np.ones(len(ends), bool)
     for group, held in groups:
         counted = np.concatenate(([0], np.cumsum(held)))

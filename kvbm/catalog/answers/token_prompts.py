@@ -272,14 +272,16 @@ def _lora(namespace: Namespace, asked: LookupRequest) -> tuple[str, str] | None:
             f"lora is {asked.lora!r}, and the namespace's is {name!r}",
             "give the namespace of that adapter, or leave lora out",
         )
-    if bool(name) == bool(asked.lora_path):
-        return (name, asked.lora_path) if name else None
-    raise ApiError(
-        422,
-        "lora_path_missing" if name else "lora_differs",
-        "lora_path is not given, and the engine hashes it" if name else "lora_path is given for a namespace of no LoRA",
-        "give the adapter's path as its engine has it, as lora_path" if name else "leave lora_path out",
-    )
+    if name and not asked.lora_path:
+        raise ApiError(
+            422,
+            "lora_path_missing",
+            "lora_path is not given, and the engine hashes it",
+            "give the adapter's path as its engine has it, as lora_path",
+        )
+    if asked.lora_path and not name:
+        raise ApiError(422, "lora_differs", "lora_path is given for a namespace of no adapter", "leave lora_path out")
+    return (name, asked.lora_path) if name else None
 
 
 def _several(families: Mapping[Namespace, Sequence[Namespace]]) -> ApiError:
