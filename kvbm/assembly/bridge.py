@@ -19,9 +19,11 @@ from kvbm.assembly.services import nats_url, stream_credentials
 from kvbm.assembly.start import ask_stream, epoch_in_catalog, kvbm_version
 from kvbm.bridge.held import HeldLedger, Said
 from kvbm.bridge.instance import BridgedInstance, BridgeLimits, Names
+from kvbm.bridge.polled import PolledEngine
 from kvbm.bridge.run import run_sources
 from kvbm.bridge.sockets import Address, PublisherSockets, zmq_module
-from kvbm.bridge.source import BridgedSource
+from kvbm.bridge.source import BridgedSource, Sockets
+from kvbm.bridge.subscribed import SubscribedWorker
 from kvbm.config import Settings, SourceSettings, check_settings
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import PoolStated
@@ -29,8 +31,10 @@ from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
 from kvbm.manager.record.publisher_port import Publishing
 from kvbm.safe_log import SafeLog
 from kvbm.service_manager import ServiceManager
+from kvbm.streams.foreign.dynamo import SCHEME, DynamoEvents
 from kvbm.streams.foreign.identity import ForeignSource
-from kvbm.streams.foreign.state import ForeignState
+from kvbm.streams.foreign.state import Decode, ForeignState
+from kvbm.streams.foreign.trtllm import TrtllmEvents
 from kvbm.streams.foreign.wire import Kind, decode_batch
 from kvbm.streams.nats.permissions import Role
 from kvbm.streams.nats.stream import NatsStream
@@ -62,17 +66,15 @@ def run_bridge(settings: Settings, goes_on: Callable[[], bool] = lambda: True, r
         opened.callback(context.destroy, 0)
         url = nats_url(settings, opened)
         tenants = TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file)
-        mine = [
-            (name, source, rank, tenants.get(source.tenant, "").encode())
-            for name, source in settings.bridge.sources.items()
-            for rank in range(source.ranks)
-        ]
         sources: list[BridgedSource] = []
+        known: list[SourceSettings] = []
         try:
-            for name, source, rank, secret in mine:
-                sources.append(_source(zmq, context, name, source, rank, secret))
+            for name, source in settings.bridge.sources.items():
+                made = _sources(zmq, context, name, source, tenants.get(source.tenant, "").encode())
+                sources += made
+                known += [source] * len(made)
             with ThreadPoolExecutor(_ASKERS) as askers:
-                list(askers.map(partial(_open_instance, settings, url), sources, [source for _, source, _, _ in mine]))
+                list(askers.map(partial(_open_instance, settings, url), sources, known))
         except BaseException:
             for opened_source in sources:
                 opened_source.close(0.0)
@@ -99,28 +101,60 @@ def _goes_on(goes_on: Callable[[], bool], reloads: Reloads | None, manager: Serv
     return goes_on()
 
 
-def _source(zmq: Any, context: Any, name: str, settings: SourceSettings, rank: int, secret: bytes) -> BridgedSource:
-    kind, can_replay = Kind(settings.kind), bool(settings.replay)
+def _sources(zmq: Any, context: Any, name: str, settings: SourceSettings, secret: bytes) -> list[BridgedSource]:
+    """An engine: a source for each of its ranks."""
+    can_replay = bool(settings.replay)
     known = ForeignSource(
         settings.model,
         settings.tenant,
         settings.revision or UNKNOWN,
         secret,
         settings.pool,
-        settings.counts_copies and kind is Kind.VLLM,
+        settings.counts_copies and settings.kind == "vllm",
         settings.blocks,
+        scheme=SCHEME if settings.kind == "dynamo" else "sha256",
     )
-    state = ForeignState(
-        known,
-        lambda payload: decode_batch(payload, kind),
-        NATIVE.sequence_hashes,
-        can_replay,
-        rank if settings.ranks > 1 else None,
-    )
-    address = Address(settings.endpoint, settings.replay, settings.topic).of_rank(rank)
-    whole = f"{name}-dp{rank}" if settings.ranks > 1 else name
-    sockets = PublisherSockets(zmq, context, address)
-    return BridgedSource(whole, sockets, state, can_replay, settings.silence_s, time.monotonic)
+    made = []
+    for rank, sockets in enumerate(_listeners(zmq, context, settings)):
+        mine = rank if settings.ranks > 1 else None
+        state = ForeignState(known, _decoder(settings), NATIVE.sequence_hashes, can_replay, mine)
+        whole = name if mine is None else f"{name}-dp{rank}"
+        made.append(BridgedSource(whole, sockets, state, can_replay, settings.silence_s, time.monotonic))
+    return made
+
+
+def _listeners(zmq: Any, context: Any, settings: SourceSettings) -> list[Sockets]:
+    """What hears an engine's ranks."""
+    ranks = range(settings.ranks)
+    if settings.kind == "trtllm":
+        engine = PolledEngine(settings.endpoint, settings.ranks)
+        engine.start()
+        return list(engine.ranks)
+    if settings.kind == "dynamo":
+        ends = settings.endpoint, settings.topic, settings.worker
+        workers = [SubscribedWorker(*ends, rank if len(ranks) > 1 else None, settings.health) for rank in ranks]
+        for worker in workers:
+            worker.start()
+        return list(workers)
+    address = Address(settings.endpoint, settings.replay, settings.topic)
+    with ExitStack() as opened:
+        made: list[Sockets] = []
+        for rank in ranks:
+            made.append(PublisherSockets(zmq, context, address.of_rank(rank)))
+            opened.callback(made[-1].close)
+        opened.pop_all()
+        return made
+
+
+def _decoder(settings: SourceSettings) -> Decode:
+    """Bytes of a message of such an engine → what it says."""
+    match settings.kind:
+        case "trtllm":
+            return TrtllmEvents(settings.block_tokens)
+        case "dynamo":
+            return DynamoEvents(settings.block_tokens)
+        case kind:
+            return partial(decode_batch, kind=Kind(kind))
 
 
 def _open_instance(settings: Settings, url: str, source: BridgedSource, known: SourceSettings) -> None:

@@ -608,16 +608,19 @@ class SourceSettings(SettingsGroup, frozen=True):
     """An engine that publishes KV events; the table's name is that of its instance.
 
     Attributes:
-        endpoint: where it publishes, tcp://host:port. With * for the host we listen there and the engine connects.
+        endpoint: where it publishes, tcp://host:port. With * for the host we listen there and the engine connects. Of
+            trtllm the address of trtllm-serve, http://host:port; of dynamo that of its NATS, nats://host:port.
         replay: where it is asked to send again, tcp://host:port; "" where it does not: then each lost message begins an
             epoch.
-        topic: what the topics of its messages begin with.
-        kind: "vllm" or "sglang".
+        topic: what the topics of its messages begin with; of dynamo the subject that its events are published on.
+        kind: "vllm", "sglang", "trtllm" or "dynamo".
+        worker: of dynamo, which worker's events count, by its number; 0: there is one alone on the subject.
+        health: of dynamo, a URL that answers while the worker lives; "": as long as its NATS does.
         model: as routers name it. tenant: whose prompts it serves; its secret is in `catalog.tenant_secrets` or their
             file.
         revision: of the weights; "" where it is not known.
         block_tokens: tokens of a block, so that routers know what the engine serves before its first event; 0: its
-            events say it.
+            events say it, which those of trtllm and dynamo do not.
         pool: name of the cluster pool in which EXTERNAL, or an `ownership` of this name, says that blocks lie; "" for
             none.
         topology: where the engine stands, outermost first.
@@ -632,7 +635,9 @@ class SourceSettings(SettingsGroup, frozen=True):
     endpoint: str = ""
     replay: str = ""
     topic: str = ""
-    kind: Literal["vllm", "sglang"] = "vllm"
+    kind: Literal["vllm", "sglang", "trtllm", "dynamo"] = "vllm"
+    worker: Annotated[int, Meta(ge=0)] = 0
+    health: str = ""
     model: str = ""
     tenant: str = ""
     revision: str = ""

@@ -42,6 +42,10 @@ class Hearing:
     def hears(self, kind: type) -> None:
         eventually(lambda: any(isinstance(one, kind) for one in self.look()), f"no {kind.__name__} came")
 
+    def hears_of(self, publisher: Publisher) -> bool:
+        publisher.publish(EVENT)
+        return any(isinstance(one, PublishedMessage) for one in self.look())
+
     def close(self) -> None:
         self.sockets.close()
         self._context.destroy(0)
@@ -103,12 +107,7 @@ def test_a_stranger_at_the_port_does_not_make_the_bridge_deaf_for_who_comes_afte
         try:
             heard.hears(EngineConnected)
             assert heard.sockets.is_connected
-
-            def hears() -> bool:
-                publisher.publish(EVENT)
-                return any(isinstance(one, PublishedMessage) for one in heard.look())
-
-            eventually(hears)
+            eventually(lambda: heard.hears_of(publisher))
         finally:
             publisher.close()
 
@@ -119,12 +118,16 @@ def test_a_message_above_the_bound_costs_the_connection_and_not_the_engine(monke
     try:
         with hearing(Address(publisher.settings["endpoint"])) as heard:
             heard.hears(EngineConnected)
-            eventually(lambda: publisher.publish_bytes(b"x" * 2000) or (heard.look() and heard.sockets.unreadable))
+
+            def is_refused() -> int:
+                publisher.publish_bytes(b"x" * 2000)
+                heard.look()
+                return heard.sockets.unreadable
+
+            eventually(is_refused)
             heard.came.clear()
             heard.hears(EngineConnected)
-            eventually(
-                lambda: publisher.publish(EVENT) or any(isinstance(one, PublishedMessage) for one in heard.look())
-            )
+            eventually(lambda: heard.hears_of(publisher))
     finally:
         publisher.close()
 

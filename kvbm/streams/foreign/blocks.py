@@ -83,6 +83,7 @@ _ENTRY = struct.Struct("<16sIBHB")
 _MOST_COPIES = 0xFFFF
 _MOST_START = 0xFFFFFFFF
 _COLDER = {Tier.HOST: 1, Tier.NVME: 2, Tier.OBJECT: 4}  # bits of the other tiers
+_OWN = (Tier.HBM, Tier.HOST, Tier.NVME)  # the engine's
 
 
 class Uncertain(KvbmError):
@@ -136,7 +137,8 @@ class ForeignBlocks:
             case Removed():
                 yield from self._remove(event)
             case Cleared():
-                yield from self._clear()
+                for tier in _OWN if event.is_all else (Tier.HBM,):
+                    yield from self._clear(tier)
             case RefusedEvent():
                 self.counts[event.reason] += 1
                 if event.is_loss:
@@ -179,14 +181,15 @@ class ForeignBlocks:
         keys: Sequence[_Remembered] = event.keys
         if event.group:
             keys = [(event.group, key) for key in event.keys]
-        before = self._before(event, number) if len(event.tokens) == count * size else None
+        width = event.width or size
+        before = self._before(event, number) if len(event.tokens) == count * width else None
         if before is None:
             yield from self._store_known(tier, keys)
             return
         parent, start = before
         root = parent if start else self._homes.all[number].root
         try:
-            hashes = self._hash_tokens(event.tokens, size, root, event.extra)
+            hashes = self._hash_tokens(event.tokens, width, root, event.extra)
         except (KvbmError, TypeError, ValueError, OverflowError):  # a token that is none
             self.counts[EventRefusal.MALFORMED] += 1
             return
@@ -260,10 +263,33 @@ class ForeignBlocks:
     # -- removed ------------------------------------------------------------------------------------------------------
 
     def _remove(self, event: Removed) -> Iterator[Fact]:
-        tier = self._tier(event.medium, event.ownership)
-        if tier is None:
+        if not event.medium:
+            yield from self._remove_anywhere(event)
             return
+        tier = self._tier(event.medium, event.ownership)
+        if tier is not None:
+            self.removed += len(event.keys)
+            yield from self._remove_from(tier, event)
+
+    def _remove_anywhere(self, event: Removed) -> Iterator[Fact]:
+        """Blocks that the engine has in no medium any more.
+
+        One that is not known counts for nothing: such engines also name blocks that were never full.
+        """
         self.removed += len(event.keys)
+        for tier in _OWN:
+            bit = _COLDER.get(tier, 0)
+            held = [key for key in event.keys if self._is_held((event.group, key) if event.group else key, bit)]
+            yield from self._remove_from(tier, event._replace(keys=held))
+
+    def _is_held(self, key: _Remembered, bit: int) -> bool:
+        entry = self._known.get(key)
+        if entry is None:
+            return False
+        _, _, _, copies, others = _ENTRY.unpack(entry)
+        return bool(others & bit if bit else copies)
+
+    def _remove_from(self, tier: Tier, event: Removed) -> Iterator[Fact]:
         bit = _COLDER.get(tier, 0)
         lost: dict[int, bytearray] = {}
         for plain in event.keys:
@@ -290,16 +316,18 @@ class ForeignBlocks:
                 yield Lost(self._homes.all[number].namespace.id, tier, EvictReason.CAPACITY, run)
         self._forget_gone()
 
-    def _clear(self) -> Iterator[Fact]:
-        """The engine empties its prefix cache; what it has in colder tiers stays there."""
+    def _clear(self, tier: Tier) -> Iterator[Fact]:
+        """The engine empties a tier; what it has in others stays there."""
+        bit = _COLDER.get(tier, 0)
         for key, entry in self._known.items():
             ours, start, number, copies, others = _ENTRY.unpack(entry)
-            if copies:
-                self._known[key] = _ENTRY.pack(ours, start, number, 0, others)
-                if not others:
+            if others & bit if bit else copies:
+                copies, others = (copies, others & ~bit) if bit else (0, others)
+                self._known[key] = _ENTRY.pack(ours, start, number, copies, others)
+                if not (copies or others):
                     self._gone[key] = None
         self._forget_gone()
-        yield Emptied(Tier.HBM)
+        yield Emptied(tier)
 
     def _forget_gone(self) -> None:
         while len(self._gone) > self._source.most_gone:
