@@ -196,7 +196,8 @@ def _check_sources(sources: Mapping[str, SourceSettings]) -> None:
                 why = "two sources have it" if whole in names else NAME_RULE
                 raise ConfigError(f"{key}: the instance's name is {whole!r}; {why}")
             names.add(whole)
-        for field in ("model", "endpoint"):
+        is_sought = source.kind == "sglang" and source.endpoint.startswith(_HTTP)
+        for field in ("endpoint",) if is_sought else ("model", "endpoint"):
             if not getattr(source, field):
                 raise ConfigError(f"{key}.{field} is empty; give it")
         _check_source(key, source)
@@ -207,8 +208,9 @@ def _check_sources(sources: Mapping[str, SourceSettings]) -> None:
             )
 
 
+_HTTP = ("http://", "https://")
 _PLACES: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "trtllm": (("http://", "https://"), "http://host:port"),
+    "trtllm": (_HTTP, "http://host:port"),
     "dynamo": (("nats://", "tls://"), "nats://host:port"),
 }
 _ZMQ_PLACES = ("tcp://", "ipc://"), "tcp://host:port"
@@ -218,7 +220,8 @@ def _check_source(key: str, source: SourceSettings) -> None:
     """Refuse what does not go with a source's kind."""
     begins, example = _PLACES.get(source.kind, _ZMQ_PLACES)
     for field in ("endpoint", "replay"):
-        if (place := getattr(source, field)) and not place.startswith(begins):
+        is_server = field == "endpoint" and source.kind == "sglang" and source.endpoint.startswith(_HTTP)
+        if (place := getattr(source, field)) and not (is_server or place.startswith(begins)):
             raise ConfigError(f"{key}.{field} is {place!r}; write {example}")
     if source.kind in _PLACES:
         if source.replay:

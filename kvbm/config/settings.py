@@ -609,7 +609,8 @@ class SourceSettings(SettingsGroup, frozen=True):
 
     Attributes:
         endpoint: where it publishes, tcp://host:port. With * for the host we listen there and the engine connects. Of
-            trtllm the address of trtllm-serve, http://host:port; of dynamo that of its NATS, nats://host:port.
+            trtllm the address of trtllm-serve, http://host:port; of dynamo that of its NATS, nats://host:port. Of
+            sglang also http://host:port of its server, which says the rest, and its ranks.
         replay: where it is asked to send again, tcp://host:port; "" where it does not: then each lost message begins an
             epoch.
         topic: what the topics of its messages begin with; of dynamo the subject that its events are published on.
