@@ -297,6 +297,18 @@ class SnapshotsSettings(SettingsGroup, frozen=True):
     least_s: Seconds = 10.0
 
 
+class PublishSettings(SettingsGroup, frozen=True):
+    """What an engine publishes in its own words, beside the stream.
+
+    Attributes:
+        engine_events: vLLM's own KV events, where it publishes them, also tell of what lies in HOST, NVME and OBJECT.
+        ownership: the owner that such an event names for a block in objects; "": none, as if it lay in NVME.
+    """
+
+    engine_events: bool = False
+    ownership: str = "kvbm"
+
+
 class SamplesSettings(SettingsGroup, frozen=True):
     """Accesses told to whoever listens, for `kvbm-replay whatif`. `rate`: share of prompts, 0 to 1."""
 
@@ -695,6 +707,7 @@ class Settings(SettingsGroup, frozen=True):
     journal: JournalSettings = JournalSettings()
     nats: NatsSettings = NatsSettings()
     snapshots: SnapshotsSettings = SnapshotsSettings()
+    publish: PublishSettings = PublishSettings()
     samples: SamplesSettings = SamplesSettings()
     traces: TracesSettings = TracesSettings()
     catalog: CatalogSettings = CatalogSettings()
