@@ -43,11 +43,12 @@ class Site:
         self._ends: list[threading.Event] = []
         self._threads: list[threading.Thread] = []
 
-    def bridge(self, **sources: dict[str, Any]) -> Bridge:
+    def bridge(self, url: str = "", **sources: dict[str, Any]) -> Bridge:
+        """A bridge that publishes on the nats-server of the site, or through another address of it."""
         settings = load_settings(
             flags={
                 "instance.cluster": self._cluster,
-                "nats.url": self._url,
+                "nats.url": url or self._url,
                 "nats.heartbeat_s": 0.2,
                 "bridge": {"sources": {name: {"model": MODEL} | source for name, source in sources.items()}},
             }
