@@ -119,7 +119,8 @@ def test_of_two_bridges_of_one_name_one_is_believed_alone(site: Site, engine: Pu
         site.bridge(a=other.settings)
 
         def held() -> tuple[int, int]:
-            return tuple(first.depths(one).get("a", {}).get("HBM", 0) for one in (PROMPT, OTHER))  # type: ignore[return-value]
+            mine, others = (first.depths(one).get("a", {}).get("HBM", 0) for one in (PROMPT, OTHER))
+            return mine, others
 
         for number in range(50):  # whoever it is, the other's blocks are never among them
             engine.publish(stored_event(Prompt((number, 1, 2, 3))))
