@@ -16,6 +16,8 @@ ENGINES := build/engines/.venv
 ENGINES_PIP := $(ENGINES)/bin/pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES)/.kvbm-installed
 PD_STAMP := $(ENGINES)/.router-installed
+ROUTERS := build/routers/.venv
+ROUTERS_STAMP := $(ROUTERS)/.kvbm-installed
 SGLANG := build/sglang/.venv
 SGLANG_PIP := $(SGLANG)/bin/pip --disable-pip-version-check
 SGLANG_STAMP := $(SGLANG)/.kvbm-installed
@@ -155,7 +157,12 @@ bench-pd: $(PD_STAMP)  ## prefill and decode on two engines: the wait, the first
 
 # Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this
 # one.
-test-bridge: setup $(ENGINES_STAMP)  ## the bridge between vLLM processes without kvbm and a catalog
+$(ROUTERS_STAMP): | $(BIN)/python
+	$(BIN)/python -m venv $(ROUTERS)
+	$(ROUTERS)/bin/pip --disable-pip-version-check install --quiet ai-dynamo-runtime==1.6.1
+	touch $@
+
+test-bridge: setup $(ENGINES_STAMP) $(ROUTERS_STAMP)  ## the bridge between vLLM processes without kvbm and a catalog
 	$(BIN)/python -m pytest --engines tests/engines/bridge $(PYTEST_ARGS)
 
 # SGLang's engine wants CUDA; its storage factory, host pools, cache controller and radix cache run on a CPU.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvbm.assembly import NATIVE, open_engine_manager, open_objects
-from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, Settings, TransportSettings
+from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, PublishSettings, Settings, TransportSettings
 from kvbm.core.chain_statement import ChainStatement
 from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.ids import Namespace, Tier
@@ -168,6 +168,11 @@ def copy_settings(served: ServedEngine, kv_transfer_config: Any) -> HbmSettings:
         return _settings(served, kv_transfer_config).pools.hbm
     except KvbmError:
         return HbmSettings()
+
+
+def publish_settings(served: ServedEngine, kv_transfer_config: Any) -> PublishSettings:
+    """What the engine tells of kvbm's tiers in its own words."""
+    return _settings(served, kv_transfer_config).publish
 
 
 def _settings(served: ServedEngine, kv_transfer_config: Any) -> Settings:
