@@ -15,6 +15,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from kvbm.telemetry.span_export import exporting
+from kvbm.telemetry.tracing import Value
 
 _RUNS, _SPANS = 50, 200  # spans of a run go into the queue, which has room for them
 
@@ -34,7 +35,7 @@ def main() -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Receiver)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     tracing = exporting(f"http://127.0.0.1:{server.server_port}", 1.0, {"service.name": "cost"}, "0")
-    values = {"namespace": "0" * 32, "blocks": 8, "tenant": "acme"}
+    values: dict[str, Value] = {"namespace": "0" * 32, "blocks": 8, "tenant": "acme"}
     busy_us, passed_us = [], []
     for _ in range(_RUNS):
         begin_s, begin_busy_s = time.perf_counter(), time.thread_time()

@@ -178,7 +178,12 @@ def test_a_remark_has_room_on_a_narrow_terminal(url: str, nats_url: str, cluster
     assert trouble in wide and "remark" in wide
 
 
-def test_a_route_says_who_is_left_out_and_why(asked: Asked, url: str, nats_url: str, cluster: str) -> None:  # noqa: F811
+def test_a_route_says_who_is_left_out_and_why(
+    asked: Asked,
+    url: str,
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+) -> None:
     other = LedgerInstance(nats_url, cluster, "b")
     other.fill()
     other.publish()

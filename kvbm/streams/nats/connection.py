@@ -273,8 +273,8 @@ class NatsConnection:
                 name="kvbm",
                 allow_reconnect=False,
                 max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
-                reconnect_time_wait=0.02,  # type: ignore[arg-type]
-                connect_timeout=timeout_s / len(urls),  # type: ignore[arg-type]
+                reconnect_time_wait=0.02,
+                connect_timeout=timeout_s / len(urls),
                 ping_interval=5,
                 max_outstanding_pings=2,
                 pending_size=0,  # buffer nothing while disconnected
