@@ -9,15 +9,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from kvbm.assembly import NATIVE, NATIVE_INDEX
+from kvbm.assembly import NATIVE, NATIVE_INDEX, open_engine_manager
 from kvbm.catalog.replica import CatalogReplica, ReplicaSettings
 from kvbm.catalog_cli import catalog_main
+from kvbm.config import load_settings
 from kvbm.core.answers import MediaAsked
 from kvbm.core.chain_statement import ATTRIBUTE, ChainGroup, ChainStatement
 from kvbm.core.engine_chains import SGLANG_SHA256, VLLM_SHA256
@@ -28,11 +30,13 @@ from kvbm.core.prompt_tokens import PromptTokens
 from kvbm.locate.asynchronous import AsyncCatalogClient
 from kvbm.locate.http import CatalogClient
 from kvbm.reference.ledger import Ledger
+from kvbm.streams.base import ORIGIN
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.read_only import ReadOnlyStream
 from tests.catalog_site import POOLS, Instance, Running, run_catalog
 from tests.cores import CORES
 from tests.eventually import eventually
+from tests.managers import BLOCK_BYTES
 from tests.nats_fixture import WAIT_S, cluster, nats_url  # noqa: F401
 
 FOR_EVER_S = 3600.0
@@ -158,9 +162,9 @@ def test_a_chain_that_is_not_stated_is_refused_in_words_and_a_statement_goes_whe
     assert "kvbm_catalog_chains_refused_total 1" in _metrics(running)
 
 
-def _depth(running: Running) -> int:
+def _depth(running: Running, **prompt: Any) -> int:
     try:
-        return running.client.lookup_prompt(PromptTokens(tokens=TOKENS, namespace=SPACE)).deepest
+        return running.client.lookup_prompt(PromptTokens(tokens=TOKENS, **prompt or {"namespace": SPACE})).deepest
     except CatalogRefusedError as error:
         return -1 if error.code == "scheme_not_hashable" else -2
 
@@ -310,6 +314,29 @@ def replica_of(running: Running) -> CatalogReplica:
     )
     replica.start(WAIT_S)
     return replica
+
+
+def test_a_manager_states_its_chain_and_what_it_holds_is_found_by_tokens(running: Running, tmp_path: Path) -> None:
+    flags = {
+        "instance.id": "engine",
+        "instance.cluster": str(running.settings.cluster),
+        "instance.data_dir": str(tmp_path),
+        "nats.url": running.settings.nats_url,
+        "pools.hbm.owner": "engine",
+        "pools.hbm.slots": 64,
+        "pools.host.slots": 8,
+    }
+    space = msgspec.structs.replace(SPACE, revision="r1")
+    later = msgspec.structs.replace(space, tenant="acme")
+    with open_engine_manager(load_settings(flags=flags), [space], BLOCK_BYTES, "vllm", chain=STATEMENT) as manager:
+        assert manager.heartbeat(ORIGIN).chain == STATEMENT.encoded()
+        manager.declare([later])
+        for one, secret, depth in ((space, b"", 6), (later, b"secret", 4)):
+            held = derived_hashes(one.root(secret), digests(TOKENS)[:depth])
+            manager.engine_stored(one.id, NO_PARENT, 0, held)
+        eventually(lambda: _depth(running, model="llm") == 6, "the catalog does not find the blocks by tokens")
+        eventually(lambda: _depth(running, namespace=later) == 4, "a tenant declared later is not found by tokens")
+        assert _depth(running, model="llm", salt="pepper") == 0
 
 
 def test_asyncio_asks_by_tokens(running: Running) -> None:
