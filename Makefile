@@ -17,6 +17,7 @@ ENGINES_PIP := $(ENGINES)/bin/pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES)/.kvbm-installed
 PD_STAMP := $(ENGINES)/.router-installed
 ROUTERS := build/routers/.venv
+ROUTERS_PIP := $(ROUTERS)/bin/pip --disable-pip-version-check
 ROUTERS_STAMP := $(ROUTERS)/.kvbm-installed
 SGLANG := build/sglang/.venv
 SGLANG_PIP := $(SGLANG)/bin/pip --disable-pip-version-check
@@ -157,9 +158,11 @@ bench-pd: $(PD_STAMP)  ## prefill and decode on two engines: the wait, the first
 
 # Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this
 # one.
-$(ROUTERS_STAMP): | $(BIN)/python
+# The indexer alone, with pydantic as the engines have it: it asks for an older one, and does with this.
+$(ROUTERS_STAMP): constraints-engines.txt | $(BIN)/python
 	$(BIN)/python -m venv $(ROUTERS)
-	$(ROUTERS)/bin/pip --disable-pip-version-check install --quiet ai-dynamo-runtime==1.6.1
+	$(ROUTERS_PIP) install --quiet -c constraints-engines.txt msgspec pydantic pyzmq uvloop
+	$(ROUTERS_PIP) install --quiet --no-deps ai-dynamo-runtime==1.6.1
 	touch $@
 
 test-bridge: setup $(ENGINES_STAMP) $(ROUTERS_STAMP)  ## the bridge between vLLM processes without kvbm and a catalog

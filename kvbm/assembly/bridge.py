@@ -19,7 +19,7 @@ from kvbm.assembly.native import NATIVE, NATIVE_FOLD
 from kvbm.assembly.reload import Reloads
 from kvbm.assembly.services import nats_url, stream_credentials
 from kvbm.assembly.start import ask_stream, epoch_in_catalog, kvbm_version
-from kvbm.bridge.found import Found, find
+from kvbm.bridge.found import FoundEngine, find
 from kvbm.bridge.held import HeldLedger, Said
 from kvbm.bridge.instance import BridgedInstance, BridgeLimits, Names
 from kvbm.bridge.polled import PolledEngine
@@ -187,7 +187,7 @@ class _Finder:
             log.warning("bridge.engine_not_found", source=name, error=why, retry_s=_SEEK_S)
 
 
-def _as_found(source: SourceSettings, found: Found) -> SourceSettings:
+def _as_found(source: SourceSettings, found: FoundEngine) -> SourceSettings:
     """A source's settings with what its server has said in the place of what they leave open."""
     return msgspec.structs.replace(
         source,

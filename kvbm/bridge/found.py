@@ -22,7 +22,7 @@ _ANSWER_S = 5.0
 _Text = Annotated[str, Meta(max_length=4096)]
 
 
-class Found(NamedTuple):
+class FoundEngine(NamedTuple):
     """What a server says of itself; fields as of a source's settings."""
 
     endpoint: str
@@ -55,7 +55,7 @@ class _Events(msgspec.Struct, gc=False):
 _INFO, _EVENTS = msgspec.json.Decoder(_Info), msgspec.json.Decoder(_Events)
 
 
-def find(url: str) -> Found:
+def find(url: str) -> FoundEngine:
     """Ask a server. Raises NotFoundError."""
     at = url.rstrip("/") + PATH
     try:
@@ -73,7 +73,7 @@ def find(url: str) -> Found:
     return read_server_info(body, url)
 
 
-def read_server_info(body: bytes, url: str) -> Found:
+def read_server_info(body: bytes, url: str) -> FoundEngine:
     """Where events are, from what a server answers. Raises NotFoundError.
 
     Args:
@@ -87,7 +87,7 @@ def read_server_info(body: bytes, url: str) -> Found:
         raise NotFoundError(f"{url}{PATH} says nothing that SGLang 0.5.23 would ({error})") from None
     if events.publisher != "zmq":
         raise NotFoundError(f"{url} publishes no KV events; start it with --kv-events-config and the publisher zmq")
-    return Found(
+    return FoundEngine(
         _reachable(events.endpoint, host),
         _reachable(events.replay_endpoint or "", host),
         events.topic,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbm.bridge.found import Found, NotFoundError, read_server_info
+from kvbm.bridge.found import FoundEngine, NotFoundError, read_server_info
 from tests.examples import examples
 
 EVENTS = {"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558", "topic": "kv"}
@@ -24,9 +24,9 @@ def info(events: dict[str, Any] | None = None, **more: Any) -> bytes:
 
 def test_a_server_says_where_its_events_are():
     found = read_server_info(info(EVENTS), "http://10.0.0.7:30000")
-    assert found == Found("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558", "kv", 2, "llama", 16)
+    assert found == FoundEngine("tcp://10.0.0.7:5557", "tcp://10.0.0.7:5558", "kv", 2, "llama", 16)
     found = read_server_info(info({"publisher": "zmq"}, served_model_name=None, dp_size=1), "http://[::1]:30000")
-    assert found == Found("tcp://[::1]:5557", "", "", 1, "/models/llama", 16)
+    assert found == FoundEngine("tcp://[::1]:5557", "", "", 1, "/models/llama", 16)
 
 
 @pytest.mark.parametrize(

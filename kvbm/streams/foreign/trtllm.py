@@ -129,7 +129,7 @@ class NumberedEvent(NamedTuple):
     payload: bytes
 
 
-class Answer(NamedTuple):
+class EventAnswer(NamedTuple):
     """What one ask has brought.
 
     Attributes:
@@ -140,7 +140,7 @@ class Answer(NamedTuple):
     unreadable: int
 
 
-def read_answer(body: bytes) -> Answer:
+def read_answer(body: bytes) -> EventAnswer:
     """The events of one answer by their numbers. Raises ForeignEventError: it is no answer; what it said is lost."""
     if len(body) > MAX_BATCH_BYTES:
         why = f"an answer of {len(body)} bytes; at most {MAX_BATCH_BYTES} are read"
@@ -160,7 +160,7 @@ def read_answer(body: bytes) -> Answer:
             unreadable += 1
         else:
             events.append(NumberedEvent(head.attention_dp_rank or 0, head.event_id, data))
-    return Answer(events, unreadable)
+    return EventAnswer(events, unreadable)
 
 
 class TrtllmEvents:
