@@ -23,7 +23,7 @@ from tests.browser import Browser
 from tests.eventually import WAIT_S, eventually
 from tests.nats_fixture import patient
 from tests.usage_instances import INSTANCE, SPACES, Clock, driven
-from tests.web.test_page_trust import begin, enter
+from tests.web_callers import begin, enter
 from tests.web_site import CLUSTER, WebSite
 
 ACME, NOBODY = SPACES[0], SPACES[1]

@@ -19,6 +19,7 @@ from kvbm.reference.ledger import Ledger
 from tests.browser import Browser, Keys
 from tests.catalog_site import Instance
 from tests.eventually import WAIT_S
+from tests.web_callers import begin, enter
 from tests.web_site import CLUSTER, OTHER, WebSite
 
 HOSTILE = "<img src=x onerror=\"window.hacked='%s'\"><script>window.hacked='%s'</script>"
@@ -41,20 +42,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[WebSite,
         site.instance("gpu-b").compute(2, 4, OTHER)
         site.wait_for(2, tokens["ops"])
         yield site, tokens
-
-
-def enter(window: Browser, token: str) -> None:
-    field = window.find("#token-field")
-    field.send_keys(token, Keys.ENTER)
-
-
-def begin(window: Browser, site: WebSite) -> None:
-    """The page as somebody opens it who was never here."""
-    window.forget()
-    window.open(site.url + "/ui/icon.svg")
-    window.run("sessionStorage.clear()")
-    window.open(site.url + "/")
-    window.reads("This catalog asks who you are", "dialog")
 
 
 def test_a_token_opens_the_page_stays_in_the_tab_and_can_be_forgotten(
