@@ -189,9 +189,10 @@ class EngineHbmManager(BlockManager):
             namespace: whose blocks count; None: everybody's.
             objects: what this instance has put into objects since `follow_objects` counts as OBJECT, where no own tier
                 holds it.
-        Raises: ArgumentError: `hashes` is no packed run, or nobody has told of the namespace.
+        Raises: ArgumentError: `hashes` is no packed run, `objects` no bool, or nobody has told of the namespace.
         """
         check_run(hashes)
+        check_flag(objects, "objects")
         if namespace is not None:
             self._check_namespace(namespace)
         with self._lock:
