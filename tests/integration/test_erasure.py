@@ -408,8 +408,9 @@ def serve_both(world: World, victim: Needles) -> Served:
                 manager.unpin(serve(manager, space, prompt))
         assert manager.settle(WAIT_S)
     eventually(lambda: all(depth(world, s, 3) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
-    for place in ("checkpoints", "archive"):
-        eventually(lambda at=world.folder / place: "a hash" in str(victim.in_folder(at)), f"{place} has not the blocks")
+    checkpoints, archive = world.folder / "checkpoints", world.folder / "archive"
+    eventually(lambda: "a hash" in str(victim.in_folder(checkpoints)), "no checkpoint has the blocks")
+    eventually(lambda: "a hash" in str(victim.in_folder(archive)), "the archive has not the blocks")
     return Served(managers, prompts)
 
 
