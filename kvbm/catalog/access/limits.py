@@ -296,7 +296,7 @@ class Limits:
         return LimitError(429, over.why, message, remedy, over.wait_s)
 
 
-class HeldPlace:
+class FeedPlace:
     """A place in a room that is held until it is closed.
 
     Args:

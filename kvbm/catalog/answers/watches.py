@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvbm.catalog.access.callers import Caller
-from kvbm.catalog.access.limits import HeldPlace, LimitError, Room
+from kvbm.catalog.access.limits import FeedPlace, LimitError, Room
 from kvbm.catalog.answers.queries import Queries
 from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.sequencer import Sequencer
@@ -444,7 +444,7 @@ class Watches:
         return Feed(self, self._cluster.log, watch, caller_now, lambda: self._room.give(key, 1))
 
 
-class Feed(HeldPlace):
+class Feed(FeedPlace):
     """One watch as server-sent events."""
 
     def __init__(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.catalog.access.callers import Caller
-from kvbm.catalog.access.limits import HeldPlace, LimitError, Room
+from kvbm.catalog.access.limits import FeedPlace, LimitError, Room
 from kvbm.catalog.edge.overview_rows import ROW_TIERS, OverviewRow, columns_of, row_of, without_numbers
 from kvbm.catalog.follow.sampled_hits import SampledCount
 from kvbm.catalog.put_bytes import put_by_namespace
@@ -402,7 +402,7 @@ class _TenantsFound(NamedTuple):
 _NO_TENANTS = _TenantsFound({}, {}, False)
 
 
-class OverviewFeed(HeldPlace):
+class OverviewFeed(FeedPlace):
     """The overview as server-sent events: a whole one, then what changes."""
 
     def __init__(
