@@ -131,6 +131,7 @@ def _service_settings(
         access=AccessOptions(
             file=settings.catalog.access,
             open=settings.catalog.open,
+            hosts=settings.catalog.hosts,
             tls_cert=settings.catalog.tls_cert,
             tls_key=settings.catalog.tls_key,
             tls_client_ca=settings.catalog.tls_client_ca,

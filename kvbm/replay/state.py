@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from kvbm.core.backend import Backend, Fold, NewFold
-from kvbm.core.codec import ScannedFrame
+from kvbm.core.codec import UNKNOWN_DIGEST, ScannedFrame
 from kvbm.core.ids import InstanceId, Tier, split_hashes
 from kvbm.replay.findings import ReplayFinding, undamaged
 from kvbm.replay.fold import StreamFold
@@ -46,7 +46,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         group: what differs for two instances of one name; mostly "".
         wall_time_ns: of the last frame that was folded, whole or in part; 0 for none.
-        frame_digest: that frame's, if it was folded whole and nothing is suspect; None otherwise.
+        frame_digest: that frame's, if it has one, was folded whole and nothing is suspect; None otherwise.
     """
 
     instance: InstanceId
@@ -207,7 +207,7 @@ def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
         or tier in fold.suspect
         or (tier in residencies.pools and not residencies.is_cluster(tier))
     ]
-    digest = last.digest if last is not None and cut.is_whole_frame and not fold.suspect else None
+    digest = last.digest if last is not None and cut.is_whole_frame and not fold.suspect else UNKNOWN_DIGEST
     return InstanceState(
         instance=key.instance,
         group=key.group,
@@ -215,7 +215,7 @@ def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
         offset=fold.next_offset,
         wall_time_ns=last.wall_time_ns if last else 0,
         digest=f"{residencies.digest:016x}",
-        frame_digest=None if digest is None else f"{digest:016x}",
+        frame_digest=None if digest == UNKNOWN_DIGEST else f"{digest:016x}",
         tiers=tiers,
     )
 

@@ -25,9 +25,9 @@ from kvbm.catalog.follow.row_collector import RowCollector
 from kvbm.catalog.follow.sequencer import Sequencer, SequencerState
 from kvbm.catalog.index.cluster_index import ClusterIndex, is_suspect
 from kvbm.catalog.sql.rows import ForgottenRow, InstanceRow, InstanceStatus, StoreBatch
-from kvbm.core.codec import VERSION, Frame, decode_frame, encode_frame
+from kvbm.core.codec import UNKNOWN_DIGEST, VERSION, Frame, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
-from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
+from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated, UsageRecorded
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import START, Fence, Heartbeat, Mark, Position, StreamMessage, fence_data, mark_of
@@ -465,6 +465,20 @@ def test_a_digest_that_differs_makes_the_instance_suspect_until_a_snapshot(twin:
     assert reader.sequencer.counters.digest_mismatches == 1
     reader.read(instance.snapshot())
     assert not reader.is_suspect()
+
+
+@each_twin
+def test_usage_whose_digest_nobody_knows_makes_nothing_suspect_and_leaves_the_one_before(twin: Twin) -> None:
+    instance, f = five_frames()
+    reader = Reader(twin.sequencer())
+    end, digest = f[4].next_offset, f[4].digest
+    usage = UsageRecorded(since_ms=0, until_ms=1, rows=())
+    reader.read(*f, msgspec.structs.replace(f[4], first_offset=end, digest=UNKNOWN_DIGEST, events=(usage,)))
+    assert reader.sequencer.counters.digest_mismatches == 0 and not reader.is_suspect()
+    batch = reader.take_batch()
+    assert batch is not None
+    assert [(row.next_offset, row.digest) for row in batch.epochs] == [(end + 1, digest)]
+    assert instance.ledger.applied == end
 
 
 @each_twin

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 from typing import Any
 
@@ -14,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvbm.catalog.answers.prompts import ApiError
+from kvbm.catalog.edge.feed_response import send_until_gone
 from kvbm.catalog.history.past import PastAnswers, whole
 from kvbm.core.history_answers import MOST_STEPS, HistoryQuestion
 from kvbm.safe_log import SafeLog
@@ -106,18 +105,7 @@ class HistoryResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. Raises ApiError, before anything is sent."""
-        sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            if not sending.done():
-                sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await leaving
-        with contextlib.suppress(asyncio.CancelledError):
-            await sending
+        await send_until_gone(self._send(send), receive)
 
     async def _send(self, send: Send) -> None:
         has_begun = False
@@ -147,11 +135,6 @@ def _start(headers: dict[str, str]) -> dict[str, Any]:
         "status": 200,
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _query(request: Request, names: tuple[str, ...]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.catalog.access.callers import Caller
-from kvbm.catalog.access.limits import LimitError, Room
+from kvbm.catalog.access.limits import FeedPlace, LimitError, Room
 from kvbm.catalog.edge.overview_rows import ROW_TIERS, OverviewRow, columns_of, row_of, without_numbers
 from kvbm.catalog.follow.sampled_hits import SampledCount
 from kvbm.catalog.put_bytes import put_by_namespace
@@ -402,20 +402,14 @@ class _TenantsFound(NamedTuple):
 _NO_TENANTS = _TenantsFound({}, {}, False)
 
 
-class OverviewFeed:
+class OverviewFeed(FeedPlace):
     """The overview as server-sent events: a whole one, then what changes."""
 
     def __init__(
         self, overview: Overview, caller_now: Callable[[], Caller | None], give_back: Callable[[], None]
     ) -> None:
+        super().__init__(give_back)
         self._overview, self._caller_now = overview, caller_now
-        self._give_back: Callable[[], None] | None = give_back
-
-    def close(self) -> None:
-        """Give its place back. Idempotent."""
-        if self._give_back is not None:
-            self._give_back()
-            self._give_back = None
 
     async def events(self) -> AsyncIterator[bytes]:
         """What goes out, piece by piece, until the catalog stops or the caller may ask no more."""
