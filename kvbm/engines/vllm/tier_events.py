@@ -137,6 +137,7 @@ class TierEvents:
         self._copies: dict[bytes, int] = {}  # vLLM's hash, tier and group → blocks of ours that lie there
         self._fresh: dict[bytes, None] = {}
         self._turn: Iterator[bytes] = iter(())
+        self._tells_anew = False  # whether what this turn comes to is told though it has not changed
 
     def run_of(self, request: Any, group: KvGroup, begin: int, end: int) -> GroupRun:
         """What is told of a request's blocks, should they lie in a tier."""
@@ -161,20 +162,31 @@ class TierEvents:
         self._runs[number] = run.part(begin, unknown[-1] + 1)
         self._left[number] = len({blocks[at] for at in unknown})
 
+    def tell_anew(self) -> None:
+        """Tell of every block again in the next steps: vLLM's cache was cleared, and listeners take that for a loss of
+        all tiers.
+        """
+        self._turn, self._tells_anew = iter([*self._known]), True
+
     def take(self) -> list[ToldBlocks]:
         """What has changed, as far as it was seen; where blocks are before where they no longer are."""
+        fresh, tells_anew = len(self._fresh), self._tells_anew
         looked_at = [*self._fresh, *islice(self._turn, _A_STEP)]
-        if len(looked_at) - len(self._fresh) < _A_STEP:
-            self._turn = iter([*self._known])
+        if len(looked_at) - fresh < _A_STEP:
+            self._turn, self._tells_anew = iter([*self._known]), False
         self._fresh = {}
         if not looked_at:
             return []
         held, left = _Gathered(is_held=True), []
         known = self._known
         tiers = self._holders(b"".join(looked_at)).translate(self._told_as)
-        for ours, tier in zip(looked_at, tiers, strict=True):
+        for at, (ours, tier) in enumerate(zip(looked_at, tiers, strict=True)):
             place = known.get(ours)
-            if place is None or (place & _TIER == tier and tier != ABSENT):
+            if place is None:
+                continue
+            if place & _TIER == tier and tier != ABSENT:
+                if tells_anew and at >= fresh:
+                    held.add(self._runs[place >> (_AT + _AT_BITS)], place >> _AT & _MOST_AT - 1, tier)
                 continue
             if tier == ABSENT:
                 del known[ours]

@@ -175,7 +175,7 @@ class Engine:
         """Until nothing is on its way to another tier, and all that has changed is told in events."""
         if not self._has_kvbm:
             return
-        eventually(lambda: self.core("settled", 1.0), "blocks are on their way", ANSWER_S)
+        eventually(lambda: self._do(do="rest") and self.core("settled", 0.05), "blocks are on their way", ANSWER_S)
         before = -1
         while before != (told := len(self.sent())):  # a step tells of what has changed since the one before
             before = told

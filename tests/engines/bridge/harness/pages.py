@@ -16,7 +16,7 @@ import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.engines.bridge.harness.engines import BLOCK_TOKENS, ENGINE_PYTHON, ENVIRONMENT, ROOT, Prompt
 from tests.eventually import eventually
@@ -52,6 +52,23 @@ def command_of(block: Block, program: str) -> str:
     return str(only)
 
 
+class Router(NamedTuple):
+    """A vllm-router.
+
+    Attributes:
+        metrics: where they are.
+    """
+
+    url: str
+    metrics: str
+
+    def lookups(self) -> tuple[int, int]:
+        """How many prompts it found at a worker, and how many nowhere."""
+        found = numbers(self.metrics)
+        name = "vllm_router_kv_placement_lookups_total"
+        return found.get(f'{name}{{result="hit"}}', 0), found.get(f'{name}{{result="miss"}}', 0)
+
+
 class Worker:
     """A `vllm serve` of a page.
 
@@ -77,7 +94,7 @@ class Worker:
         folder = site.folder / name
         (folder / MODEL).parent.mkdir(parents=True)
         (folder / MODEL).symlink_to(site.model)
-        self._process = site.begin(name, text, folder)
+        self._process = site.begin(text, folder)
         self._log = folder / "log"
 
     def wait_ready(self) -> None:
@@ -94,9 +111,16 @@ class Worker:
 
     def asked(self) -> int:
         """How many requests it has answered."""
-        with _directly.open(f"{self.url}/metrics", timeout=ASK_S) as answer:
-            lines = answer.read().decode().splitlines()
-        return sum(int(float(one.rpartition(" ")[2])) for one in lines if one.startswith("vllm:request_success_total{"))
+        found = numbers(f"{self.url}/metrics")
+        return sum(count for name, count in found.items() if name.startswith("vllm:request_success_total{"))
+
+    def reset(self) -> None:
+        """Empty its prefix cache."""
+        post(f"{self.url}/reset_prefix_cache", {})
+
+    def step(self) -> None:
+        """Have it do a step, with which it tells what has changed."""
+        complete(self.url, Prompt((20, 21, 22)))
 
 
 class Pages:
@@ -106,7 +130,10 @@ class Pages:
         self.folder, self.model = folder, model
         self._begun: list[subprocess.Popen[bytes]] = []
 
-    def begin(self, name: str, text: str, folder: Path) -> subprocess.Popen[bytes]:
+    def _fresh(self, name: str) -> Path:
+        return self.folder / f"{name}-{len(self._begun)}"
+
+    def begin(self, text: str, folder: Path) -> subprocess.Popen[bytes]:
         """A command in a group of its own, which takes the shell's place."""
         folder.mkdir(parents=True, exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "KVBM_"))}
@@ -136,29 +163,27 @@ class Pages:
                 text = text.replace(place, here)
         return text.replace("block-size 16", f"block-size {BLOCK_TOKENS}")
 
-    def router(self, workers: list[Worker]) -> str:
-        """The page's vllm-router; gives where it answers."""
-        port = free_port()
+    def router(self, workers: list[Worker]) -> Router:
+        """The page's vllm-router, with other workers of the page's two addresses."""
+        port, metrics, folder = free_port(), free_port(), self._fresh("router")
         text = self.here(command_of(block_with("routers.md", "vllm-router"), "vllm-router"), workers)
-        text = text.replace("--port 8000", f"--port {port} --prometheus-port {free_port()}")
-        process, log = self.begin("router", text, self.folder / "router"), self.folder / "router" / "log"
+        text = text.replace("--port 8000", f"--port {port} --prometheus-port {metrics}")
+        process, log = self.begin(text, folder), folder / "log"
         url = f"http://127.0.0.1:{port}"
         eventually(lambda: _answers(f"{url}/health", process, log), "vllm-router does not answer", START_S)
-        return url
+        return Router(url, f"http://127.0.0.1:{metrics}/metrics")
 
     def indexer(self, workers: list[Worker]) -> Callable[[Prompt], dict[int, dict[str, int]]]:
         """The page's dynamo.indexer; gives who asks it: worker → tier → blocks of a prompt."""
-        port = free_port()
+        port, folder = free_port(), self._fresh("indexer")
         text = self.here(command_of(block_with("routers.md", "dynamo.indexer"), "python -m dynamo.indexer"), workers)
         text = text.replace("--port 8090", f"--port {port}").replace("python ", f"{ROUTERS_PYTHON} ", 1)
-        process, log = self.begin("indexer", text, self.folder / "indexer"), self.folder / "indexer" / "log"
+        process, log = self.begin(text, folder), folder / "log"
 
         def ask(prompt: Prompt) -> dict[int, dict[str, int]]:
             found = post(f"http://127.0.0.1:{port}/query", {"model_name": MODEL, "token_ids": list(prompt.tokens)})
             return {
-                int(worker): {
-                    tier: tokens[tier] // BLOCK_TOKENS for tier in ("gpu", "cpu", "disk") if tokens.get(tier)
-                }
+                int(worker): {tier: tokens[tier] // BLOCK_TOKENS for tier in ("gpu", "cpu", "disk") if tokens.get(tier)}
                 for worker, tokens in found["instances"].items()
             }
 
@@ -178,6 +203,14 @@ def complete(url: str, prompt: Prompt) -> int:
     body: dict[str, Any] = {"model": MODEL, "prompt": list(prompt.tokens), "max_tokens": 1, "temperature": 0}
     answer = post(f"{url}/v1/completions", body | ({"cache_salt": prompt.salt} if prompt.salt else {}))
     return int((answer["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+
+
+def numbers(url: str) -> dict[str, int]:
+    """Counters and gauges of a page of metrics, with their labels."""
+    with _directly.open(url, timeout=ASK_S) as answer:
+        lines = answer.read().decode().splitlines()
+    pairs = (line.rpartition(" ")[::2] for line in lines if not line.startswith("#"))
+    return {name: int(float(value)) for name, value in pairs if value not in ("NaN", "+Inf")}
 
 
 def post(url: str, body: Any) -> Any:

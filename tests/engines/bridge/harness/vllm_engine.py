@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import sys
+import time
 from typing import Any
 
 SENT: list[bytes] = []
@@ -97,6 +98,8 @@ def obey(llm: Any, command: dict[str, Any]) -> Any:
             return ask(llm, command["asks"])
         case "reset":
             return bool(llm.reset_prefix_cache())
+        case "rest":
+            return rest(llm)
         case "core":
             from tests.engines.vllm.harness import core_access
 
@@ -104,6 +107,16 @@ def obey(llm: Any, command: dict[str, Any]) -> Any:
             return getattr(core_access, command["name"])(core, *command["arguments"])
         case _:
             return [base64.b64encode(data).decode() for data in SENT]
+
+
+def rest(llm: Any) -> bool:
+    """Let the engine finish what it does between requests: a connector's copies end in its steps."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    until_s = time.monotonic() + 60.0
+    while scheduler.has_requests() and time.monotonic() < until_s:
+        llm.llm_engine.step()
+        time.sleep(0.001)
+    return not scheduler.has_requests()
 
 
 def ask(llm: Any, asks: list[dict[str, Any]]) -> list[int]:
