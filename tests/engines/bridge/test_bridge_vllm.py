@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvbm.core.ids import NamespaceId
-from tests.engines.bridge.harness.engines import BLOCK_TOKENS, Engine, Models, Prompt
+from tests.engines.bridge.harness.engines import BLOCK_TOKENS, MODEL, Engine, Models, Prompt
 from tests.engines.bridge.harness.site import Site
 from tests.eventually import eventually
 
@@ -245,12 +245,17 @@ def test_an_engines_own_events_say_of_each_block_what_the_connector_says_itself(
             assert pair.plain.reset() and pair.own.reset()
     assert seen == {"HBM", "HOST", "NVME"}
     # A lookup by tokens says how much of the next request need not be computed, whoever tells of the engine.
-    for prompt in (*prompts, some(choose, 3), prompts[1]._replace(salt="x")):
-        space = NamespaceId(bytes.fromhex(pair.own.core("hashes", list(prompt.tokens), prompt.salt)[0]))
-        depths = pair.site.depth_by_tokens(OWN, space, prompt), pair.site.depth("told", prompt)
-        plain = pair.site.depth("plain", prompt)
-        assert depths[0] == depths[1] == pair.own.ask(prompt)[0] // BLOCK_TOKENS, prompt.salt
-        assert plain == pair.plain.ask(prompt)[0] // BLOCK_TOKENS
+    (model,) = pair.site.models() - {MODEL}
+    adapted = [prompts[2]._replace(lora=str(tiny.adapter)), prompts[3]._replace(lora=str(tiny.adapter), salt="t")]
+    pair.ask(*adapted)
+    pair.quiet()
+    print("NAMESPACES", model, [(one.id, one.fields) for one in pair.site.client.namespaces()])
+    for prompt in (*prompts, *adapted, some(choose, 3), prompts[1]._replace(salt="x"), adapted[0]._replace(salt="x")):
+        told, plain = pair.site.depth("told", prompt), pair.site.depth("plain", prompt)
+        assert pair.site.depth_by_tokens(OWN, model, prompt) == told, prompt[1:]
+        assert pair.own.ask(prompt) == [told * BLOCK_TOKENS], prompt[1:]
+        assert pair.plain.ask(prompt) == [plain * BLOCK_TOKENS], prompt[1:]
         pair.quiet()
-        pair.agree(prompt)
+        if not prompt.lora:
+            pair.agree(prompt)
     pair.site.verify()

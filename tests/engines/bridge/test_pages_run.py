@@ -15,7 +15,7 @@ import pytest
 
 from kvbm.core.extra_keys import salted
 from kvbm.core.hashing import sequence_hashes
-from kvbm.core.ids import UNKNOWN, Namespace, Tier
+from kvbm.core.ids import UNKNOWN, Namespace
 from kvbm.streams.foreign.wire import Kind, decode_batch
 from tests.engines.bridge.harness.engines import BLOCK_TOKENS, Models, Prompt
 from tests.engines.bridge.harness.pages import (
@@ -215,17 +215,24 @@ def test_both_routers_ignore_salts_and_the_engine_does_not(
 
 
 def test_llm_d_gets_our_tiers_under_its_topic(followed: Followed, choose: random.Random) -> None:
-    (prompt,) = in_host_alone(followed.llm_d, choose, 1)
-    topics, media = set(), set()
+    topics: set[bytes] = set()
+    media: set[str] = set()
+
+    def hears() -> bool:
+        """What is new in the engine, until the listener has some of it: a subscription takes effect while it polls."""
+        complete(followed.llm_d.url, *some(choose, 1))
+        return bool(followed.heard.poll(200))
 
     def came() -> bool:
         followed.llm_d.step()
         while followed.heard.poll(100):
             topic, _, payload = followed.heard.recv_multipart()
             topics.add(topic)
-            media.update(getattr(event, "tier", None) for event in decode_batch(payload, kind=Kind.VLLM).events)
-        return {Tier.HBM, Tier.HOST} <= media
+            media.update(getattr(event, "medium", "") for event in decode_batch(payload, kind=Kind.VLLM).events)
+        return {"GPU", "CPU"} <= media
 
+    eventually(hears, "nothing is heard of the engine")
+    (prompt,) = in_host_alone(followed.llm_d, choose, 1)
     eventually(came, state=lambda: (topics, media))
     assert topics == {f"kv@pod-0@{MODEL}".encode()}
     assert complete(followed.llm_d.url, prompt) == PROMPT_BLOCKS * BLOCK_TOKENS
@@ -263,14 +270,14 @@ def test_a_lookup_says_what_the_next_request_finds_cached_where_the_bridge_runs_
     command = command_of(block_with("bridge.md", "kvbm bridge"), "kvbm bridge")
     bridge = start_process([sys.executable, "-m", *command.split()], site.folder / "bridge.log", cwd=site.folder)
     try:
-        prompts = [*some(choose, 3), *some(choose, 2, salt="pepper")]
+        prompts = [*some(choose, 2), *some(choose, 1, salt="pepper")]  # all of them, and one more, fit into HBM
         for prompt in prompts:
             assert complete(followed.plain.url, prompt) == 0
-        strange = [prompts[0]._replace(salt="s"), prompts[3]._replace(salt=""), *some(choose, 1)]
+        strange = [prompts[2]._replace(salt=""), prompts[0]._replace(salt="s"), *some(choose, 1)]
         for prompt in (*prompts, *strange):
             expected = 0 if prompt in strange else PROMPT_BLOCKS
             eventually(lambda prompt=prompt, expected=expected: depths(site, prompt) == {"llama-0": expected})
-        for prompt in (*prompts, *strange):
+        for prompt in (*prompts, strange[0]):
             depth = depths(site, prompt)["llama-0"]
             assert complete(followed.plain.url, prompt) == depth * BLOCK_TOKENS
         for rank, publisher in enumerate(ranks.publishers):

@@ -114,11 +114,12 @@ def agree(running: Running, tokens: list[int], expected: dict[str, dict[str, int
 
 def test_the_catalog_says_what_sglangs_own_caches_hold(running: Running, ranks: list[Engine]) -> None:
     first, second = ranks
-    prompt, other = list(range(1000, 1032)), list(range(2000, 2016))
+    prompt, other, alone = list(range(1000, 1032)), list(range(2000, 2016)), list(range(4000, 4032))
     longer = [*prompt[:16], *range(3000, 3016)]
     first.insert(prompt)
     first.insert(longer)
     first.insert(other, salt="pepper")
+    first.insert(alone)
     second.insert(prompt[:8])
     for engine in ranks:
         engine.publish()
@@ -127,18 +128,20 @@ def test_the_catalog_says_what_sglangs_own_caches_hold(running: Running, ranks: 
     agree(running, other, {"sgl-dp0": {"HBM": 4}}, salt="pepper")
     assert depths(running, other) == depths(running, other, "salt") == {}  # another salt must not match
     # To host memory, and then out of HBM.
-    leaf = fixtures.match_prefix(first.cache, prompt).last_device_node
+    leaf = fixtures.match_prefix(first.cache, alone).last_device_node
     fixtures.write_backup(first.cache, leaf, write_back=True)
     first.cache.writing_check(write_back=True)
     first.cache.evict(EvictParams(num_tokens=CONFIG.kv_size))
     first.publish()
-    agree(running, prompt, {"sgl-dp0": {"HOST": 8}, "sgl-dp1": {"HBM": 2}})
+    agree(running, alone, {"sgl-dp0": {"HOST": 8}})
+    agree(running, prompt, {"sgl-dp1": {"HBM": 2}})
     agree(running, other, {}, salt="pepper")
     # All of it forgotten.
     for engine in ranks:
         engine.cache.reset()
         engine.publish()
-    agree(running, prompt, {})
+    for tokens in (alone, prompt):
+        agree(running, tokens, {})
     first.insert(prompt)
     first.publish()
     agree(running, prompt, {"sgl-dp0": {"HBM": 8}})

@@ -209,7 +209,7 @@ def numbers(url: str) -> dict[str, int]:
     """Counters and gauges of a page of metrics, with their labels."""
     with _directly.open(url, timeout=ASK_S) as answer:
         lines = answer.read().decode().splitlines()
-    pairs = (line.rpartition(" ")[::2] for line in lines if not line.startswith("#"))
+    pairs = (line.rpartition(" ")[::2] for line in lines if line and not line.startswith("#"))
     return {name: int(float(value)) for name, value in pairs if value not in ("NaN", "+Inf")}
 
 

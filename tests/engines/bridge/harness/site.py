@@ -48,12 +48,16 @@ class Site(NamedTuple):
         answer = self.client.lookup(prompt.namespace, prompt.hashes())
         return next((one.depth for one in answer.instances if one.instance == name), 0)
 
-    def depth_by_tokens(self, name: str, space: NamespaceId, prompt: Prompt) -> int:
-        """The same of an engine with kvbm, whose namespace the catalog hashes tokens for."""
+    def depth_by_tokens(self, name: str, model: str, prompt: Prompt) -> int:
+        """The same of an engine with kvbm, for which the catalog hashes tokens."""
         asked = PromptTokens(
-            tokens=prompt.tokens, namespace=space, salt=prompt.salt, lora=prompt.lora_name, lora_path=prompt.lora
+            tokens=prompt.tokens, model=model, salt=prompt.salt, lora=prompt.lora_name, lora_path=prompt.lora
         )
         return next((one.depth for one in self.client.lookup_prompt(asked).instances if one.instance == name), 0)
+
+    def models(self) -> set[str]:
+        """Those of all namespaces."""
+        return {one.fields.model for one in self.client.namespaces()}
 
     def present(self, name: str, space: Namespace | NamespaceId, hashes: bytes) -> dict[str, int]:
         """Tier → a bit for each of these blocks that an instance has there."""
