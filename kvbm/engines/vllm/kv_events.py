@@ -58,7 +58,8 @@ def _salts_of(request: Any, begin: int, end: int, block_tokens: int) -> Sequence
     if begin or not request.cache_salt:
         return None
     first, _ = generate_block_hash_extra_keys(request, 0, block_tokens, 0)
-    return to_event_extra_keys([first] + [None] * (end - 1))
+    keys: Sequence[Any] | None = to_event_extra_keys([first] + [None] * (end - 1))
+    return keys
 
 
 def _in_events(digests: Sequence[Any]) -> list[Any]:

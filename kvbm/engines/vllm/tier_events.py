@@ -150,7 +150,7 @@ class TierEvents:
             hashes: ours, packed, of the blocks of the run; of fewer where the others do not matter.
         """
         blocks = split_hashes(hashes)[: min(len(run.digests), _MOST_AT)]
-        distinct = dict.fromkeys(blocks)
+        distinct: dict[bytes, None] = dict.fromkeys(blocks)
         self._fresh.update(distinct)
         known = self._known
         unknown = [at for at, ours in enumerate(blocks) if ours not in known]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import argparse
+import shlex
 import threading
 from array import array
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from sglang.srt.disaggregation.kv_events import EventPublisherFactory, KVEventBatch
+from sglang.srt.disaggregation.kv_events import EventPublisherFactory, KVEventBatch, KVEventsConfig
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.server_args import ServerArgs
 from sglang.test.kits.unified_radix_cache import fixtures
 
 from kvbm.assembly.bridge import run_bridge
@@ -20,6 +22,7 @@ from kvbm.core.extra_keys import salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import UNKNOWN, Namespace
 from tests.catalog_site import Running, run_catalog
+from tests.engines.bridge.harness.pages import block_with, command_of
 from tests.engines.sglang.harness.radix import CONFIG, RadixCache
 from tests.eventually import WAIT_S, eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
@@ -48,9 +51,18 @@ class Engine(NamedTuple):
             self.publisher.publish(KVEventBatch(ts=1.0, events=events))
 
 
-def config_of(ports: tuple[int, int]) -> dict[str, Any]:
-    """As docs/bridge.md gives it to SGLang."""
-    return {"publisher": "zmq", "endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}"}
+def page_arguments() -> Any:
+    """Those of SGLang's command in docs/bridge.md, as SGLang reads them."""
+    words = shlex.split(command_of(block_with("bridge.md", "sglang.launch_server"), "python -m sglang.launch_server"))
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser.parse_args(words[3:])
+
+
+def config_of(ports: tuple[int, int]) -> str:
+    """The page's `--kv-events-config`, with other ports."""
+    text = str(page_arguments().kv_events_config)
+    return text.replace("5557", str(ports[0])).replace("5657", str(ports[1]))
 
 
 def some_ports() -> tuple[int, int]:
@@ -74,7 +86,7 @@ def ranks(running: Running) -> Iterator[list[Engine]]:
         for rank in range(2):
             cache, allocator, _ = fixtures.build_fixture(CONFIG, enable_kv_cache_events=True)
             caches._init_hicache(cache)
-            made.append(Engine(cache, allocator, EventPublisherFactory.create(json.dumps(config_of(ports)), rank)))
+            made.append(Engine(cache, allocator, EventPublisherFactory.create(config_of(ports), rank)))
         source = {
             "kind": "sglang",
             "endpoint": f"tcp://127.0.0.1:{ports[0]}",
@@ -147,6 +159,14 @@ def test_the_catalog_says_what_sglangs_own_caches_hold(running: Running, ranks: 
     agree(running, prompt, {"sgl-dp0": {"HBM": 8}})
 
 
+def test_the_pages_command_is_one_that_sglang_understands() -> None:
+    """The engine itself needs a GPU."""
+    found = page_arguments()
+    assert found.dp_size == 2
+    config = KVEventsConfig.from_cli(found.kv_events_config)
+    assert (config.publisher, config.endpoint, config.replay_endpoint) == ("zmq", "tcp://*:5557", "tcp://*:5657")
+
+
 def test_what_sglangs_publisher_sends_again_is_what_a_late_bridge_needs(
     running: Running,
     nats_url: str,  # noqa: F811
@@ -156,7 +176,7 @@ def test_what_sglangs_publisher_sends_again_is_what_a_late_bridge_needs(
     prompt = list(range(1000, 1032))
     with RadixCache():
         cache, allocator, _ = fixtures.build_fixture(CONFIG, enable_kv_cache_events=True)
-        engine = Engine(cache, allocator, EventPublisherFactory.create(json.dumps(config_of(ports)), 0))
+        engine = Engine(cache, allocator, EventPublisherFactory.create(config_of(ports), 0))
         engine.insert(prompt[:16])
         engine.publish()
         engine.insert(prompt)
