@@ -37,6 +37,7 @@ from tests.servers import free_port, start_process, stop_process
 from tests.zmq_publisher import Publisher
 
 zmq = needed("zmq", "bridge")
+pytestmark = pytest.mark.timeout(1200)  # five engines start with the first test
 
 PAGES = ("bridge.md", "routers.md")
 PROMPT_BLOCKS = 8
