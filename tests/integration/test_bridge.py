@@ -253,6 +253,7 @@ def test_what_is_unknown_is_said_as_unknown(site: Site, publishers: list[Publish
             "an engine is one source",
         ),
         ({"a": {"model": "m", "endpoint": "tcp://h:1", "speed": 1}}, "no setting of a source"),
+        ({"a": {"model": "m", "endpoint": "tcp://h:1", "replay": "tcp://h:2", "ranks": 2}}, "1 ports apart, and 2"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(sources: dict[str, Any], words: str, nats_url: str):
