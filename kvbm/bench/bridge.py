@@ -13,11 +13,12 @@ from typing import Any
 
 import msgspec
 
-from kvbm.assembly import NATIVE, NATIVE_FOLD
+from kvbm.assembly import NEW_FOREIGN_TABLE
 from kvbm.bench.measure import Row, rate, resident_bytes
-from kvbm.bridge.held import HeldLedger, Said
+from kvbm.bridge.held import Said
 from kvbm.bridge.instance import BridgedInstance, BridgeLimits, Names
 from kvbm.bridge.source import BridgedSource
+from kvbm.bridge.table import engine_table
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
 from kvbm.manager.record.publisher_port import Publishing
@@ -101,12 +102,11 @@ class _Bridge:
 
     def __init__(self) -> None:
         self._wire, self._now_s = _Wire(), 0.0
-        known = ForeignSource("model", most_blocks=1 << 28)
-        state = ForeignState(known, partial(decode_batch, kind=Kind.VLLM), NATIVE.sequence_hashes, can_replay=False)
-        self._source = BridgedSource("a", self._wire, state, False, 5.0, lambda: self._now_s)
-        name = InstanceId("a")
+        name, known = InstanceId("a"), ForeignSource("model", most_blocks=1 << 28)
         pools = [PoolStated(tier, 0, 0) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)]
-        ledger = HeldLedger(name, pools, NATIVE_FOLD, NATIVE.encode_frame, Said())
+        blocks, ledger = engine_table(NEW_FOREIGN_TABLE, name, known, pools, Said(), True)
+        state = ForeignState(blocks, partial(decode_batch, kind=Kind.VLLM), can_replay=False)
+        self._source = BridgedSource("a", self._wire, state, False, 5.0, lambda: self._now_s)
         limits = BridgeLimits(1.0, 1 << 26, 1 << 30)
         self._instance = BridgedInstance(
             Names(name, "bench", "run"), ledger, limits, lambda: self._now_s, lambda: 1, self._source, Epoch(1)

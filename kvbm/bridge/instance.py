@@ -5,9 +5,9 @@ life while it answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol, assert_never, cast
+from typing import NamedTuple, Protocol, cast
 
-from kvbm.bridge.held import HeldLedger
+from kvbm.bridge.held import EngineLedger
 from kvbm.core.backend import LedgerProtocol
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.manager.record.event_writer import EventWriter
@@ -87,7 +87,7 @@ class BridgedInstance:
     def __init__(
         self,
         names: Names,
-        ledger: HeldLedger,
+        ledger: EngineLedger,
         limits: BridgeLimits,
         clock: Callable[[], float],
         wall_clock_ns: Callable[[], int],
@@ -145,22 +145,11 @@ class BridgedInstance:
 
     def _record(self, facts: list[Gained | Arrived | Lost | Emptied]) -> None:
         """Record these, and forget them."""
-        ledger = self._ledger
         if not facts:
             return
         with self.stream.lock:
             for fact in facts:
-                match fact:
-                    case Gained(namespace, tier, parent, start, hashes):
-                        ledger.gain(namespace, tier, parent, start, hashes)
-                    case Lost(namespace, tier, reason, hashes):
-                        ledger.lose(namespace, tier, reason, hashes)
-                    case Arrived(namespace, tier, hashes):
-                        ledger.arrive(namespace, tier, hashes)
-                    case Emptied(tier):
-                        ledger.empty(tier)
-                    case _:
-                        assert_never(fact)
+                self._ledger.record(fact)
         facts.clear()
 
     def turn(self, now_s: float) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvbm.core.backend import SequenceHashes
 from kvbm.core.errors import KvbmError
@@ -93,35 +93,47 @@ class Uncertain(KvbmError):
     """An event may have said that blocks are gone, and could not be read: nothing that is held is certain any more."""
 
 
-class ForeignBlocks:
-    """See the module. No clock, no I/O.
+class EngineBlocks(Protocol):
+    """What `ForeignState` needs of whoever knows an engine's blocks: `ForeignBlocks`, or what does the same in C++."""
 
-    Args:
-        hash_tokens: `sequence_hashes` or its native implementation.
+    @property
+    def counts(self) -> Counter[EventRefusal]: ...
+    @property
+    def stored(self) -> int: ...
+    @property
+    def removed(self) -> int: ...
+    @property
+    def is_empty(self) -> bool: ...
+    @property
+    def remembered(self) -> int: ...
 
-    Attributes:
-        counts: events and blocks that count for nothing, by `EventRefusal`.
-        stored, removed: blocks that events have told of.
-    """
+    def refuse(self, reason: EventRefusal) -> None:
+        """Count what counts for nothing."""
 
-    def __init__(self, source: ForeignSource, hash_tokens: SequenceHashes) -> None:
-        self.counts: Counter[EventRefusal] = Counter()
-        self.stored = self.removed = 0
-        self._source, self._hash_tokens = source, hash_tokens
+    def namespaces(self) -> list[Namespace]: ...
+    def expect(self, block_tokens: int) -> Namespace: ...
+    def take(self, payload: bytes, rank: int | None) -> bool:
+        """Apply a publisher's message whole, without a fact; False: nothing of it, so its events are to be applied.
+
+        Args:
+            rank: whose messages count; None: anybody's.
+        """
+
+    def apply(self, event: ForeignEvent) -> Iterator[Fact]: ...
+    def drop(self, forgets: bool) -> None: ...
+
+
+class NamedBlocks:
+    """What is known of a source's namespaces, tiers and refusals, however its blocks are kept."""
+
+    def __init__(self, source: ForeignSource) -> None:
+        self._counts: Counter[EventRefusal] = Counter()
+        self._source = source
         self._homes = Homes(source)
-        self._known: dict[_Remembered, bytes] = {}
-        # Of the known, those that no tier holds, the longest gone first: a plain dict finds its first slowly
-        self._gone: OrderedDict[_Remembered, None] = OrderedDict()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no tier holds anything."""
-        return len(self._known) == len(self._gone)
-
-    @property
-    def remembered(self) -> int:
-        """How many blocks are remembered, those that are gone included."""
-        return len(self._known)
+    def refuse(self, reason: EventRefusal) -> None:
+        """Count what counts for nothing."""
+        self._counts[reason] += 1
 
     def namespaces(self) -> list[Namespace]:
         """Those of which blocks have come, in the order in which they came."""
@@ -133,6 +145,63 @@ class ForeignBlocks:
         assert number is not None
         return self._homes.all[number].namespace
 
+    def tier(self, medium: str, ownership: str) -> Tier | None:
+        """The tier an event speaks of; None, and counted: it counts for nothing."""
+        tier = MEDIA.get(medium)
+        if tier is None:
+            self.refuse(EventRefusal.UNKNOWN_MEDIUM)
+            return None
+        if not ownership and tier != Tier.OBJECT:
+            return tier
+        if self._source.pool and ownership in ("", self._source.pool):
+            return Tier.OBJECT
+        self.refuse(EventRefusal.NO_POOL)
+        return None
+
+    def refuse_event(self, event: RefusedEvent) -> None:
+        """Count it. Raises Uncertain: it may have said that blocks are gone."""
+        self.refuse(event.reason)
+        if event.is_loss:
+            raise Uncertain(event.why)
+
+
+class ForeignBlocks(NamedBlocks):
+    """See the module. No clock, no I/O. `bridge.table.TableBlocks` is the native implementation.
+
+    Args:
+        hash_tokens: `sequence_hashes` or its native implementation.
+
+    Attributes:
+        stored, removed: blocks that events have told of.
+    """
+
+    def __init__(self, source: ForeignSource, hash_tokens: SequenceHashes) -> None:
+        super().__init__(source)
+        self.stored = self.removed = 0
+        self._hash_tokens = hash_tokens
+        self._known: dict[_Remembered, bytes] = {}
+        # Of the known, those that no tier holds, the longest gone first: a plain dict finds its first slowly
+        self._gone: OrderedDict[_Remembered, None] = OrderedDict()
+
+    @property
+    def counts(self) -> Counter[EventRefusal]:
+        """Events and blocks that count for nothing."""
+        return self._counts
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no tier holds anything."""
+        return len(self._known) == len(self._gone)
+
+    @property
+    def remembered(self) -> int:
+        """How many blocks are remembered, those that are gone included."""
+        return len(self._known)
+
+    def take(self, payload: bytes, rank: int | None) -> bool:
+        """See `EngineBlocks.take`: events alone are applied here."""
+        return False
+
     def apply(self, event: ForeignEvent) -> Iterator[Fact]:
         """What an event changes. Raises Uncertain: it may have said that blocks are gone."""
         match event:
@@ -141,12 +210,10 @@ class ForeignBlocks:
             case Removed():
                 yield from self._remove(event)
             case Cleared():
-                for tier in _OWN if event.is_all else (Tier.HBM,):
+                for tier in cleared_tiers(event):
                     yield from self._clear(tier)
             case RefusedEvent():
-                self.counts[event.reason] += 1
-                if event.is_loss:
-                    raise Uncertain(event.why)
+                self.refuse_event(event)
 
     def drop(self, forgets: bool) -> None:
         """Hold nothing any more.
@@ -160,17 +227,18 @@ class ForeignBlocks:
             self._gone.clear()
             self._homes = Homes(self._source)
             return
+        gone: list[_Remembered] = []
         for key, entry in self._known.items():
             ours, start, number, copies, others = _ENTRY.unpack(entry)
             if copies or others:
                 self._known[key] = _ENTRY.pack(ours, start, number, 0, 0)
-                self._gone[key] = None
-        self._forget_gone()
+                gone.append(key)
+        self._note_gone(gone)
 
     # -- stored -------------------------------------------------------------------------------------------------------
 
     def _store(self, event: BlocksStored) -> Iterator[Fact]:
-        tier = self._tier(event.medium, event.ownership)
+        tier = self.tier(event.medium, event.ownership)
         if tier is None or not event.keys:
             return
         count, size = len(event.keys), event.block_tokens
@@ -278,7 +346,7 @@ class ForeignBlocks:
         if not event.medium:
             yield from self._remove_anywhere(event)
             return
-        tier = self._tier(event.medium, event.ownership)
+        tier = self.tier(event.medium, event.ownership)
         if tier is not None:
             self.removed += len(event.keys)
             yield from self._remove_from(tier, event)
@@ -342,32 +410,39 @@ class ForeignBlocks:
     def _clear(self, tier: Tier) -> Iterator[Fact]:
         """The engine empties a tier; what it has in others stays there."""
         bit = _COLDER.get(tier, 0)
+        gone: list[_Remembered] = []
         for key, entry in self._known.items():
             ours, start, number, copies, others = _ENTRY.unpack(entry)
             if others & bit if bit else copies:
                 copies, others = (copies, others & ~bit) if bit else (0, others)
                 self._known[key] = _ENTRY.pack(ours, start, number, copies, others)
                 if not (copies or others):
-                    self._gone[key] = None
-        self._forget_gone()
+                    gone.append(key)
+        self._note_gone(gone)
         yield Emptied(tier)
+
+    def _note_gone(self, keys: list[_Remembered]) -> None:
+        """Note blocks as gone that went together.
+
+        The deepest are forgotten first: what is stored next is more often behind the others.
+        """
+
+        def order(key: _Remembered) -> tuple[int, bytes, bool, BlockKey]:
+            ours, start, _, _, _ = _ENTRY.unpack(self._known[key])
+            plain = key[1] if isinstance(key, tuple) else key
+            return -start, ours, isinstance(plain, bytes), plain
+
+        self._gone.update(dict.fromkeys(sorted(keys, key=order)))
+        self._forget_gone()
 
     def _forget_gone(self) -> None:
         while len(self._gone) > self._source.most_gone:
             del self._known[self._gone.popitem(last=False)[0]]
 
-    def _tier(self, medium: str, ownership: str) -> Tier | None:
-        """The tier an event speaks of; None, and counted: it counts for nothing."""
-        tier = MEDIA.get(medium)
-        if tier is None:
-            self.counts[EventRefusal.UNKNOWN_MEDIUM] += 1
-            return None
-        if not ownership and tier != Tier.OBJECT:
-            return tier
-        if self._source.pool and ownership in ("", self._source.pool):
-            return Tier.OBJECT
-        self.counts[EventRefusal.NO_POOL] += 1
-        return None
+
+def cleared_tiers(event: Cleared) -> tuple[Tier, ...]:
+    """The tiers that an engine has emptied."""
+    return _OWN if event.is_all else (Tier.HBM,)
 
 
 def _gained(
