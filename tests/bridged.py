@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NEW_FOREIGN_TABLE
-from kvbm.bridge.held import EngineLedger, HeldLedger, Said
-from kvbm.bridge.instance import BridgedInstance, BridgeLimits, Names
+from kvbm.bridge.instance import BridgedInstance, BridgeLimits, EngineLedger, Names
 from kvbm.bridge.source import BridgedSource
 from kvbm.bridge.table import engine_table
 from kvbm.core.codec import decode_frame
@@ -15,8 +14,11 @@ from kvbm.core.events import Event, InstanceStarted, PoolStated
 from kvbm.core.fold import Residencies
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Reach, Tier
+from kvbm.reference.foreign_blocks import ForeignBlocks
+from kvbm.reference.foreign_ledger import HeldLedger
 from kvbm.streams.base import ORIGIN
-from kvbm.streams.foreign.blocks import EngineBlocks, ForeignBlocks
+from kvbm.streams.foreign.blocks import EngineBlocks
+from kvbm.streams.foreign.declared import Said
 from kvbm.streams.foreign.identity import ForeignSource
 from kvbm.streams.foreign.state import Decode, ForeignState, Input
 

@@ -14,7 +14,8 @@ import msgspec
 from kvbm.core.extra_keys import salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import UNKNOWN, Namespace, SequenceHash, Tier, split_hashes
-from kvbm.streams.foreign.blocks import Arrived, Emptied, ForeignBlocks, Gained, Lost, NamespaceNamed
+from kvbm.reference.foreign_blocks import ForeignBlocks
+from kvbm.streams.foreign.blocks import Arrived, Emptied, Gained, Lost, NamespaceNamed
 from kvbm.streams.foreign.identity import MEDIA, ForeignSource
 from kvbm.streams.foreign.state import (
     AskReplay,

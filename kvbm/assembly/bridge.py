@@ -20,7 +20,6 @@ from kvbm.assembly.reload import Reloads
 from kvbm.assembly.services import nats_url, stream_credentials
 from kvbm.assembly.start import ask_stream, epoch_in_catalog, kvbm_version
 from kvbm.bridge.found import FoundEngine, find
-from kvbm.bridge.held import Said
 from kvbm.bridge.instance import BridgedInstance, BridgeLimits, Names
 from kvbm.bridge.polled import PolledEngine
 from kvbm.bridge.run import run_sources
@@ -35,6 +34,7 @@ from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
 from kvbm.manager.record.publisher_port import Publishing
 from kvbm.safe_log import SafeLog
 from kvbm.service_manager import ServiceManager
+from kvbm.streams.foreign.declared import Said
 from kvbm.streams.foreign.dynamo import SCHEME, DynamoEvents
 from kvbm.streams.foreign.identity import ForeignSource
 from kvbm.streams.foreign.state import Decode, ForeignState

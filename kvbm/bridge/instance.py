@@ -7,9 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, cast
 
-from kvbm.bridge.held import EngineLedger
 from kvbm.core.backend import LedgerProtocol
-from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.manager.record.event_writer import EventWriter
 from kvbm.manager.record.journal_retention import MemoryRetention
 from kvbm.manager.record.ledger_stream import LedgerStream
@@ -20,6 +19,21 @@ from kvbm.streams.base import Heartbeat, Position
 from kvbm.streams.foreign.blocks import Arrived, Emptied, Fact, Gained, Lost, NamespaceNamed
 from kvbm.streams.foreign.state import BeginEpoch
 from kvbm.streams.memory import MemoryLog
+
+
+class EngineLedger(Protocol):
+    """What an instance needs of its ledger beside what a stream of events does: `table.TableLedger`, or the
+    ledger that specifies it."""
+
+    @property
+    def applied(self) -> Offset: ...
+    @property
+    def epoch(self) -> Epoch: ...
+    def declare(self, namespace: Namespace) -> bool: ...
+    def declared(self) -> tuple[NamespaceId, ...]: ...
+    def record(self, fact: Gained | Arrived | Lost | Emptied) -> None: ...
+    def forget(self) -> None: ...
+    def start(self, epoch: Epoch) -> None: ...
 
 
 class Names(NamedTuple):

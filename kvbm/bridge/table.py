@@ -1,8 +1,8 @@
 """What one foreign engine holds, in one native table: the blocks by the engine's hashes, and the ledger of them.
 
-`ForeignBlocks` and `HeldLedger` are the specification; the two classes here are their two sides over one table, which
-records a change as it is made. So facts come from neither: whoever drives them has to obey a command before it asks for
-the next, as `BridgedSource` does.
+`ForeignBlocks` and `HeldLedger` of kvbm/reference specify it; the two classes here are their two sides over one table,
+which records a change as it is made. So facts come from neither: whoever drives them has to obey a command before it
+asks for the next, as `BridgedSource` does.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Protocol, assert_never
 
-from kvbm.bridge.held import DeclaredNamespaces, Said
 from kvbm.core.codec import FrameBytes
 from kvbm.core.errors import IllegalEventError, KvbmError
 from kvbm.core.events import MAX_RUN_BLOCKS, InstanceStarted, PoolStated, StopReason
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, SequenceHash, Tier
 from kvbm.core.results import TierCounts
 from kvbm.streams.foreign.blocks import Arrived, Emptied, Fact, Gained, Lost, NamedBlocks, NamespaceNamed, cleared_tiers
+from kvbm.streams.foreign.declared import DeclaredNamespaces, Said
 from kvbm.streams.foreign.events import (
     BlockKey,
     BlocksStored,

@@ -1,5 +1,5 @@
-// Any bytes are a message or not, in memory that their number bounds, and what a message says lies in it. A ledger takes
-// it whole or not at all, as often as it comes, and all it records is legal for a strict reader.
+// Any bytes are a message or not, in memory that their number bounds, and what a message says lies in it. A ledger
+// takes it whole or not at all, as often as it comes, and all it records is legal for a strict reader.
 #include <array>
 #include <cstring>
 #include <vector>

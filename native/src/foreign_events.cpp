@@ -42,15 +42,16 @@ void ForeignLedger::count(Tier tier, Bytes hashes, bool is_gain) noexcept {
   held = is_gain ? held + blocks : held - blocks;
 }
 
-// -- what changes ------------------------------------------------------------------------------------------------------
+// -- what changes -----------------------------------------------------------------------------------------------------
 
 bool ForeignLedger::is_shared(const std::uint8_t* hash) const noexcept {
   const std::uint32_t position = table_.find_hash(hash);
   return position != ForeignTable::kNone && table_[position].is_shared();
 }
 
-// Records a gain of at most kMaxRunBlocks blocks: record(hashes, at) does, of those from the `at`-th on. What a tier has
-// already by another key of the engine's is not recorded; the others are then recorded one by one, as HeldLedger does.
+// Records a gain of at most kMaxRunBlocks blocks: record(hashes, at) does, of those from the `at`-th on. What a tier
+// has already by another key of the engine's is not recorded; the others are then recorded one by one, as by
+// HeldLedger.
 template <class Record>
 void ForeignLedger::record_gain(Tier tier, Bytes hashes, bool has_shared, Record&& record) {
   const std::size_t blocks = hashes.size() / kHashBytes;
@@ -146,7 +147,7 @@ Bytes ForeignLedger::without_others(Tier tier, Bytes hashes) {
   return kept_;
 }
 
-// -- the stream --------------------------------------------------------------------------------------------------------
+// -- the stream -------------------------------------------------------------------------------------------------------
 
 void ForeignLedger::begin(std::uint64_t epoch, const InstanceStarted& event, std::size_t namespaces) {
   waiting_.clear();
@@ -181,7 +182,7 @@ bool ForeignLedger::begin_snapshot() noexcept {
     return false;
   }
   ++snapshot_;
-  listing_.emplace();
+  listing_ = Listing{};
   return true;
 }
 

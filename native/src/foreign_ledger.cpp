@@ -99,7 +99,7 @@ bool ForeignLedger::take(Bytes message, std::optional<std::uint64_t> rank) {
   return is_mine;
 }
 
-// -- stored ------------------------------------------------------------------------------------------------------------
+// -- stored -----------------------------------------------------------------------------------------------------------
 
 void ForeignLedger::store(const ForeignStored& stored) {
   check_open();
@@ -251,7 +251,7 @@ bool ForeignLedger::gain(std::uint32_t position, Tier tier) {
   return is_first;
 }
 
-// -- removed -----------------------------------------------------------------------------------------------------------
+// -- removed ----------------------------------------------------------------------------------------------------------
 
 void ForeignLedger::remove(Tier tier, std::uint8_t group, std::span<const ForeignKey> keys) {
   check_open();
@@ -389,7 +389,7 @@ void ForeignLedger::forget_sorted(std::vector<std::uint32_t>& gone) {
   }
 }
 
-// -- scratch -----------------------------------------------------------------------------------------------------------
+// -- scratch ----------------------------------------------------------------------------------------------------------
 
 // The run of a namespace among runs_, empty where it is new.
 ForeignLedger::Run& ForeignLedger::run_of(std::uint8_t home) {

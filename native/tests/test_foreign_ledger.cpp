@@ -54,8 +54,7 @@ struct Engine {
     FoldDelta delta;
     for (const FrameBody& body : ledger.waiting_frames()) {
       each_event(frame_of(body), [&](const Event& event) {
-        const EpochStart start{WireInteger(epoch),
-                               {{Tier::kHbm, {}, {}}, {Tier::kHost, {}, {}}, {Tier::kNvme, {}, {}}}};
+        const EpochStart start{WireInteger(epoch), {}};
         fold.evolve(event, &start, delta);
       });
     }

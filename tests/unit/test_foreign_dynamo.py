@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import UNKNOWN, Namespace, Tier, split_hashes
-from kvbm.streams.foreign.blocks import ForeignBlocks
+from kvbm.reference.foreign_blocks import ForeignBlocks
 from kvbm.streams.foreign.dynamo import NUMBERS, SCHEME, DynamoEvents, block_numbers, read_message
 from kvbm.streams.foreign.events import EventRefusal, ForeignEventError
 from kvbm.streams.foreign.identity import ForeignSource

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kvbm.core.extra_keys import Media, extra_key, salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import Tier, split_hashes
-from kvbm.streams.foreign.blocks import ForeignBlocks
+from kvbm.reference.foreign_blocks import ForeignBlocks
 from kvbm.streams.foreign.events import EventRefusal, ForeignEventError
 from kvbm.streams.foreign.identity import ForeignSource
 from kvbm.streams.foreign.state import BeginEpoch, EpochWhy, ForeignState, PublishedMessage

@@ -1,7 +1,7 @@
 // ForeignLedger: what one engine without our code holds, from its own events to the frames that tell of it, in one
-// table. Native implementation of ForeignBlocks (kvbm/streams/foreign/blocks.py), which says what an engine's event
-// changes, and of HeldLedger (kvbm/bridge/held.py), which says what is recorded of that, together: a change is recorded
-// as it is made.
+// table. Native implementation of ForeignBlocks (kvbm/reference/foreign_blocks.py), which says what an engine's event
+// changes, and of HeldLedger (kvbm/reference/foreign_ledger.py), which says what is recorded of that, together: a
+// change is recorded as it is made.
 // Made without an epoch; `begin` for each one. Owner thread only. A call that throws std::bad_alloc may have done a
 // part: another epoch makes that good.
 #pragma once
@@ -57,8 +57,8 @@ bool holds(const ForeignBlock& block, Tier tier) noexcept;
 
 class ForeignLedger {
  public:
-  // instance: whose events these are. tiers: the engine's own, in the order in which snapshots go through them. seed: as
-  // ForeignTable takes it.
+  // instance: whose events these are. tiers: the engine's own, in the order in which snapshots go through them.
+  // seed: as ForeignTable takes it.
   ForeignLedger(std::string instance, const ForeignLimits& limits, std::vector<Tier> tiers, std::uint64_t seed);
   ForeignLedger(const ForeignLedger&) = delete;
   ForeignLedger& operator=(const ForeignLedger&) = delete;

@@ -8,7 +8,7 @@ allocates here, nothing is pinned or copied, for not a byte is ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol, assert_never
+from typing import NamedTuple, assert_never
 
 from kvbm.core.backend import EncodeFrame, Fold, NewFold
 from kvbm.core.codec import FrameBytes, cut_frames
@@ -20,7 +20,6 @@ from kvbm.core.events import (
     BlocksMigrated,
     Event,
     EvictReason,
-    InstanceStarted,
     InstanceStopped,
     MigrateCause,
     PoolStated,
@@ -29,20 +28,12 @@ from kvbm.core.events import (
     StopReason,
 )
 from kvbm.core.fold import TierBlocks
-from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.results import TierCounts
 from kvbm.streams.foreign.blocks import Arrived, Emptied, Gained, Lost
-from kvbm.streams.foreign.identity import MAX_NAMESPACES
+from kvbm.streams.foreign.declared import DeclaredNamespaces, Said
 
 _TWICE = frozenset({"created-twice", "migrated-twice", "repeated-in-run"})
-
-
-class Said(NamedTuple):
-    """What each start says of the instance."""
-
-    topology: tuple[str, ...] = ()
-    engine: str = ""
-    version: str = ""
 
 
 class _Listing(NamedTuple):
@@ -56,60 +47,9 @@ class _Listing(NamedTuple):
     listed: int
 
 
-class EngineLedger(Protocol):
-    """What an instance needs of its ledger beside what a stream of events does: `HeldLedger`, or the same in C++."""
-
-    @property
-    def applied(self) -> Offset: ...
-    @property
-    def epoch(self) -> Epoch: ...
-    def declare(self, namespace: Namespace) -> bool: ...
-    def declared(self) -> tuple[NamespaceId, ...]: ...
-    def record(self, fact: Gained | Arrived | Lost | Emptied) -> None: ...
-    def forget(self) -> None: ...
-    def start(self, epoch: Epoch) -> None: ...
-
-
-class DeclaredNamespaces:
-    """Which namespaces the starts of an instance name, and what else they say.
-
-    Attributes:
-        pools: its tiers.
-        overflowed: never; what waits is taken at each turn.
-    """
-
-    overflowed = False
-
-    def __init__(self, pools: Sequence[PoolStated], said: Said) -> None:
-        self.pools = tuple(pools)
-        self._said = said
-        self._namespaces: dict[NamespaceId, Namespace] = {}
-
-    def declare(self, namespace: Namespace) -> bool:
-        """Name a namespace at the next start; whether it was not named before.
-
-        Beyond what a source may have the oldest goes.
-        """
-        if namespace.id in self._namespaces:
-            return False
-        self._namespaces[namespace.id] = namespace
-        if len(self._namespaces) > MAX_NAMESPACES:
-            del self._namespaces[next(iter(self._namespaces))]
-        return True
-
-    def declared(self) -> tuple[NamespaceId, ...]:
-        """The namespaces that were named."""
-        return tuple(self._namespaces)
-
-    def started(self, epoch: Epoch) -> InstanceStarted:
-        """The event with which an epoch begins."""
-        namespaces = tuple(self._namespaces.values())
-        return InstanceStarted(epoch=epoch, pools=self.pools, namespaces=namespaces, **self._said._asdict())
-
-
 class HeldLedger(DeclaredNamespaces):
-    """See the module. One thread at a time, under the lock of its `LedgerStream`. `table.TableLedger` is the native
-    implementation.
+    """See the module. One thread at a time, under the lock of its `LedgerStream`. `bridge.table.TableLedger` is the
+    native implementation.
 
     Args:
         instance: whose events these are.
