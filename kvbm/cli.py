@@ -301,6 +301,7 @@ def _add_bench(commands: Commands) -> None:
             "index",
             "replay",
             "history",
+            "bridge",
             "ingest",
             "sql",
             "stream",
