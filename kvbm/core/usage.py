@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvbm.core.clock_times import clock_us, last_at
+from kvbm.core.clock_times import clock_us, first_after, last_at
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import UsageRecorded, UsageRow
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
@@ -261,7 +261,32 @@ def parse_time(text: str, last_ms: int | None = None) -> int | None:
     return ms if ms >= 0 else None
 
 
-def check_stretch(since_ms: int | None, until_ms: int | None) -> None:
+def parse_stretch(since: str | None, until: str | None, last_ms: int) -> tuple[int | None, int | None]:
+    """Since when and until when, as `parse_time` reads them; None where nothing is said.
+
+    Args:
+        last_ms: where a log ends, or now. A time of day is the last one up to here; `until` the first one after `since`
+            where both are said.
+    Raises: ConfigError: one is no time, or what is asked about ends before it begins.
+    """
+    since_ms = None if since is None else _known_time(since, "--from", last_ms)
+    clock = None if until is None or since_ms is None else clock_us(until)
+    if since_ms is not None and clock is not None:
+        return since_ms, first_after(clock, since_ms * 1000 + 999) // 1000
+    until_ms = None if until is None else _known_time(until, "--to", last_ms)
+    _check_stretch(since_ms, until_ms)
+    return since_ms, until_ms
+
+
+def _known_time(text: str, option: str, last_ms: int) -> int:
+    """Raises ConfigError."""
+    found = parse_time(text, last_ms)
+    if found is None:
+        raise ConfigError(f"{option} {text[:80]!r} is no time; {TIMES_HOW}")
+    return found
+
+
+def _check_stretch(since_ms: int | None, until_ms: int | None) -> None:
     """Raises ConfigError: what is asked about ends before it begins."""
     if since_ms is not None and until_ms is not None and since_ms >= until_ms:
         raise ConfigError(f"--from {time_text(since_ms)} does not lie before --to {time_text(until_ms)}")

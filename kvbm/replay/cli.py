@@ -17,7 +17,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES
 from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.core.stays import NewStayFold
-from kvbm.core.usage import TIMES_HOW, UsageReport, check_stretch, csv_of, gap_lines, parse_time
+from kvbm.core.usage import TIMES_HOW, UsageReport, csv_of, gap_lines, parse_stretch, parse_time
 from kvbm.progress import allow_bars
 from kvbm.replay.cat import cat, followed
 from kvbm.replay.compare_catalog import AskCatalog, CatalogComparison
@@ -394,7 +394,11 @@ def _add_usage(command: argparse.ArgumentParser) -> None:
         help=f"hours that begin from here on: {times} (default: all of the log)",
     )
     command.add_argument(
-        "--to", dest="until", type=_time_text, metavar="TIME", help="hours that begin before (default: all of the log)"
+        "--to",
+        dest="until",
+        type=_time_text,
+        metavar="TIME",
+        help="hours that begin before; a clock time is the first one after --from (default: all of the log)",
     )
     command.add_argument("--tenant", action="append", metavar="NAME", help="only this one; may be given several times")
     command.add_argument("--csv", action="store_true", help="a line an hour and tenant, as kvbm-catalog usage gives it")
@@ -616,12 +620,12 @@ def _usage(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _usage_stretch(arguments: argparse.Namespace, parts: Parts) -> UsageStretch:
-    """Of which hours. A time of day is the last one the log reaches: it is read once before, to see where it ends."""
-    asked = {"since_ms": arguments.since, "until_ms": arguments.until}
-    has_clock = any(text is not None and parse_time(text) is None for text in asked.values())
-    end_us = last_us(_source(arguments, parts), parts.backend, arguments.instance) if has_clock else 0
-    since, until = (None if text is None else parse_time(text, end_us // 1000) for text in asked.values())
-    check_stretch(since, until)
+    """Of which hours. A time of day is the last one the log reaches, or the first one after another: it is read once
+    before, to see where it ends.
+    """
+    has_clock = any(text is not None and parse_time(text) is None for text in (arguments.since, arguments.until))
+    end_us = last_us(_source(arguments, parts), parts.backend) if has_clock else 0
+    since, until = parse_stretch(arguments.since, arguments.until, end_us // 1000)
     return UsageStretch(since_ms=since, until_ms=until, tenants=arguments.tenant)
 
 

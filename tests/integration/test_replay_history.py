@@ -323,7 +323,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert capsys.readouterr().out == f"block\n{ONE.hex()}\n"
         assert main(["sql", source, "SELECT began FROM residencies", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["rows"] == [["2026-01-01T00:00:07.000000Z"]]
-    assert main(["changes", folder, "--from", "00:00:05", "--to", "00:00:05"]) == 2
+    assert main(["changes", folder, "--from", "00:00:05", "--to", "2026-01-01T00:00:05Z"]) == 2
     assert "does not lie before" in capsys.readouterr().err
     assert main(["tenants", folder, "--at", "e1+5"]) == 2
     assert "offsets are of one instance" in capsys.readouterr().err
@@ -341,6 +341,29 @@ def test_arrow_is_what_notebooks_read(tmp_path: Path):
     assert table.column_names == ["time", "event", "block"]
     assert table.num_rows == 13
     assert table["time"][0].as_py() == BEGIN + timedelta(seconds=1)
+
+
+def test_a_time_of_day_up_to_which_is_the_first_one_after_that_from_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    capture, folder = tmp_path / "capture.kvbm", str(tmp_path / "history")
+    dead = frames_of([LOG[0], LOG[1]], "dead")  # nothing is heard of it after the second second
+    capture.write_bytes(packed([*frames_of(LOG), *dead]))
+    assert main(["history", str(capture), folder]) == 0
+    for source in (str(capture), folder):
+        for narrowed in ([], ["--instance", "dead"]):
+            for words, begin, end in (
+                (["--from", "00:00:05", "--to", "00:00:30"], "2026-01-01T00:00:05", "2026-01-01T00:00:30"),
+                (["--from", "00:00:05", "--to", "00:00:05"], "2026-01-01T00:00:05", "2026-01-02T00:00:05"),
+                (["--from", "23:59", "--to", "00:00:03"], "2025-12-31T23:59:00", "2026-01-01T00:00:03"),
+                (["--from", "00:00:05"], "2026-01-01T00:00:05", "2026-01-01T00:00:09.000001"),
+            ):
+                capsys.readouterr()
+                assert main(["changes", source, *words, *narrowed, "--json"]) == 0, (source, words, narrowed)
+                found = json.loads(capsys.readouterr().out)
+                assert found["since"].startswith(begin) and found["until"].startswith(end), (words, narrowed)
+    assert main(["state", str(capture), "--at", "00:00:05", "--instance", "dead"]) == 0  # and not of the day before
+    assert "before offset 2, last frame 2026-01-01T00:00:01" in capsys.readouterr().out
 
 
 def test_a_time_of_day_is_the_last_one_of_the_log(tmp_path: Path):

@@ -211,7 +211,15 @@ def test_hours_of_a_log_are_asked_for_by_times_of_day_and_without_any(
     assert hours("--from", "15:00", "--to", "17:00:00") == {"15", "16"}
     assert hours("--from", "18:00+02:00") == {"16", "17"}
     assert hours("--from", "21:40:44", "--to", "15:00") == {"14"}  # from the evening before
-    assert replay_main(["usage", str(log), "--from", "16:00", "--to", "15:00"]) == 2
+    assert hours("--from", "15:00", "--to", "18:00") == {"15", "16", "17"}  # the log ends before, and not the day
+    assert hours("--from", "16:00", "--to", "15:00") == {"16", "17"}  # of the next day
+    assert hours("--from", "2026-09-21T15:00:00Z", "--to", "16:00") == {"15"}
+    dead = life("dead", 1, 8, Clock(), 2, stops=False)
+    with log.open("ab") as file:
+        file.write(b"".join(frame.data for frame in dead))  # an instance that is killed at 16:13
+    assert hours("--instance", "dead", "--from", "14:00", "--to", "16:30") == {"14"}
+    assert hours("--instance", "dead", "--from", "16:30") == set()  # the end is that of the whole log
+    assert replay_main(["usage", str(log), "--from", "16:00", "--to", "2026-09-21T15:00:00Z"]) == 2
     assert "does not lie before --to" in capsys.readouterr().err
     for text in ("25:00", "12", "", "e1+4"):
         with pytest.raises(SystemExit):
@@ -246,6 +254,8 @@ def test_a_catalog_is_asked_for_usage_by_times_of_day_and_without_any(
         monkeypatch.setattr(kvbm.catalog_questions, "time", StoppedTime(clock.ms))
         asked = hours("--from", begin[11:16])  # the last one there was
         assert asked == {hour for hour in hours() if hour >= begin} != set()
+        end = time_text(clock.ms + 3 * HOUR_MS)  # not yet
+        assert hours("--from", begin[11:16], "--to", end[11:16]) == asked
         assert catalog_main(["usage", "--url", thread.url, "--from", "2026-01-02", "--to", "2026-01-01"]) == 2
         assert "does not lie before --to" in capsys.readouterr().err
 
