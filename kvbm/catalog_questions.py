@@ -36,7 +36,7 @@ from kvbm.core.clock_times import clock_us
 from kvbm.core.errors import HASHABLE_SCHEME, CatalogError, ConfigError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
 from kvbm.core.prompt_tokens import PromptTokens
-from kvbm.core.usage import TIMES_HOW, csv_of, gap_lines, lines_of, parse_stretch, parse_time, time_text
+from kvbm.core.usage import TIMES_HOW, csv_of, gap_lines, lines_of, parse_stretch, parse_time, time_text, unused_lines
 from kvbm.core.watch_events import (
     BlockChange,
     BlockChanges,
@@ -299,6 +299,11 @@ def _usage(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
     stretch = parse_stretch(arguments.since, arguments.until, time.time_ns() // 1_000_000)
     since, until = ("" if one is None else time_text(one) for one in stretch)
     report = client.usage(since, until, arguments.tenant)
+    asked = arguments.tenant or ()
+    if set(asked) - {hour.tenant for hour in report.hours}:
+        known = {one.fields.tenant for one in client.namespaces()}
+        for line in unused_lines(report.hours, asked, known, "the catalog"):
+            say(f"kvbm-catalog: {line}", to=sys.stderr)
     if arguments.csv:
         say_csv(csv_of(report.hours))
         for line in gap_lines(report):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice, zip_longest
 from typing import NamedTuple, Protocol
@@ -27,6 +27,7 @@ Numbers = tuple[int, int, int, int]  # one for each Tier
 
 MOST_GAPS = 1000  # that a report names
 TIMES_HOW = "give ISO 8601, Unix seconds or a clock time such as 13:19 (UTC)"
+_MOST_NAMED = 10  # tenants in a line
 _MOST = (1 << 63) - 1  # that SQL keeps of one number
 _SECONDS = re.compile(r"[0-9]{1,11}")
 _UNIX_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
@@ -107,8 +108,8 @@ class UsageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hours: in the order of time, then of the tenants' UTF-8; only where something was used.
-        gaps: those that begin in the time that was asked for, by instance and time, at most MOST_GAPS; none where only
-            some tenants were asked for.
+        gaps: those that begin in the time that was asked for, by instance and time, at most MOST_GAPS, whichever
+            tenants were asked for; none for a caller who may know of some tenants alone.
     """
 
     hours: tuple[UsageHour, ...] = ()
@@ -193,17 +194,16 @@ class UsageSums:
             for at, number in enumerate(entry.numbers):
                 sums[at] += number
 
-    def report(self, with_gaps: bool = True, since_ms: int = 0, until_ms: int | None = None) -> UsageReport:
+    def report(self, since_ms: int = 0, until_ms: int | None = None) -> UsageReport:
         """What they come to.
 
         Args:
-            with_gaps: whether to name instances and the times of which they have recorded nothing.
             since_ms, until_ms: gaps that begin in [since_ms, until_ms); None: there is no end.
         """
         ordered = sorted(self._hours.items(), key=lambda one: (one[0][0], one[0][1].encode()))
         return UsageReport(
             hours=tuple(hour_of(hour, tenant, sums) for (hour, tenant), sums in ordered),
-            gaps=tuple(islice(self._gaps(since_ms, until_ms), MOST_GAPS)) if with_gaps else (),
+            gaps=tuple(islice(self._gaps(since_ms, until_ms), MOST_GAPS)),
         )
 
     def _gaps(self, since_ms: int, until_ms: int | None) -> Iterator[UsageGap]:
@@ -329,6 +329,24 @@ def lines_of(report: UsageReport) -> Iterable[str]:
     if unrated := sum(hour.unrated_tokens for hour in report.hours):
         yield f"of the saved tokens, {unrated:,} came while no prefill rate was known: they count no seconds"
     yield from gap_lines(report)
+
+
+def unused_lines(hours: Iterable[UsageHour], asked: Iterable[str], known: Collection[str], who: str) -> Iterable[str]:
+    """Which tenants that were asked for have used nothing, a line each; a name that nobody has may be mistyped.
+
+    Args:
+        known: names that `who` has heard of.
+    """
+    used = {hour.tenant for hour in hours}
+    for tenant in dict.fromkeys(asked):
+        if tenant in used:
+            continue
+        nothing = f"tenant {tenant!r} has used nothing in these hours"
+        if tenant not in known:
+            names = [repr(name) for name in sorted(known, key=str.encode)[:_MOST_NAMED]]
+            more = f" and {len(known) - len(names):,} more" if len(known) > len(names) else ""
+            nothing += f", and {who} has nothing of that name; it has {', '.join(names) or 'no tenants'}{more}"
+        yield nothing
 
 
 def gap_lines(report: UsageReport) -> Iterable[str]:
