@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -43,7 +44,7 @@ from kvbm.replay.source import ARCHIVE_SUFFIX, FrameSource, SourceError
 from kvbm.replay.stat import stats_of
 from kvbm.replay.state import last_us, states_at
 from kvbm.replay.usage import UsageStretch, usage_of
-from kvbm.replay.verify import verify
+from kvbm.replay.verify import Verified, verify
 from kvbm.replay.whatif import POLICIES, ComputeCost, ReadTrace, read_accesses, what_if
 from kvbm.replay.whatif_states import what_if_states
 from kvbm.shells import SHELLS, completion
@@ -51,6 +52,8 @@ from kvbm.streams.nats.credentials import Credentials
 from kvbm.terminal import say_csv, say_error, say_text
 
 _LONGEST_S = 1e6
+_AGAIN_S = (0.5, 1.5, 3.0)  # before a log is read again that ends before where a catalog stood
+_BEHIND = 3  # the exit status where it does not come there
 _CLUSTER = "local"
 _CAPACITY = 1_000_000_000  # of a rebuilt index: all there is
 _SOURCES = """\
@@ -92,6 +95,8 @@ _COMMANDS = {
         "fold every stream and name each defect: damage, holes, illegal events, skipped snapshots, wrong digests",
         "kvbm-replay verify nats://127.0.0.1:4222 --catalog http://127.0.0.1:7700\n  kvbm-replay verify /archive "
         "--reference",
+        "\nIt returns 0 when all is well, 1 with findings or where a catalog differs, 2 when the input cannot be\n"
+        "used, 3 when the log ends before where the catalog stood, and what was compared is equal.\n",
     ),
     "diff": _Command(
         "compare the events of two sources and name the first one in which they differ, for each instance",
@@ -544,24 +549,39 @@ def _state(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
-    source = _source(arguments, parts)
     against = None
     if arguments.catalog:
         if parts.ask is None:
             raise SourceError("nothing here can ask a catalog")
         catalog = parts.ask(arguments.catalog, arguments.config, arguments.sets)
         against = CatalogComparison(catalog, arguments.instance)
-    located = watched(source.read(parts.backend), source)
-    verified = verify(source, parts.backend, parts.fold, arguments.instance, located, against)
+    verified = _verified(arguments, parts, against)
+    for pause_s in _AGAIN_S:  # the log may be written still
+        if against is None or not against.report.ahead:
+            break
+        time.sleep(pause_s)
+        against = against.again()
+        verified = _verified(arguments, parts, against)
     if not verified.instances and not verified.findings:
         check_found(arguments.instance, [])
     lines = [*verified.notes, f"{verified.verdict()} ({verified.fold} fold)", *listed(verified.findings)]
     asked = verified.catalog
     if asked is not None:
-        lines += [*asked.notes, asked.verdict(), *(f"  {one.sentence()}" for one in asked.differences[:MOST_FINDINGS])]
+        told = [*asked.differences, *asked.ahead]
+        lines += [*asked.notes, asked.verdict(), *(f"  {one.sentence()}" for one in told[:MOST_FINDINGS])]
     write(arguments.json, verified, lines)
     code = exit_code(verified.findings)
-    return 1 if asked is not None and (asked.differences or not asked.compared) else code
+    if asked is None or code:
+        return code
+    if asked.differences:
+        return 1
+    return 1 if not asked.compared else _BEHIND if asked.ahead else 0
+
+
+def _verified(arguments: argparse.Namespace, parts: Parts, against: CatalogComparison | None) -> Verified:
+    source = _source(arguments, parts)
+    located = watched(source.read(parts.backend), source)
+    return verify(source, parts.backend, parts.fold, arguments.instance, located, against)
 
 
 def _diff(arguments: argparse.Namespace, parts: Parts) -> int:
