@@ -90,6 +90,9 @@ def add_arguments(commands: Mapping[str, argparse.ArgumentParser]) -> None:
         help="as --from, a clock time being the first one after --from; what happens then counts no more (default the "
         "end)",
     )
+    commands["changes"].add_argument(
+        "--hash", metavar="HASH", help="only of blocks whose hash begins so (8 digits or more), event by event, too"
+    )
     commands["tenants"].add_argument("--at", metavar="TIME", help=f"{time} (default the end)")
     asked = commands["sql"]
     asked.add_argument("question", metavar="QUESTION", help="one SELECT, quoted; - reads it from standard input")
@@ -155,7 +158,7 @@ def run_changes(arguments: argparse.Namespace, parts: HistoryParts) -> HistoryMa
         until = _moment(arguments.until, "--to", history, since) if arguments.until else _behind_all(history)
         if since >= until:
             raise SourceError(f"--from {since.isoformat()} does not lie before --to {until.isoformat()}")
-        found = changes(history, since, until, arguments.instance)
+        found = changes(history, since, until, arguments.instance, arguments.hash)
         parts.write(arguments.json, found, found.lines())
         return history.manifest
 

@@ -108,6 +108,7 @@ def test_why_tells_a_life_event_by_event(history: HistoryDatabase):
         "  2026-01-01T00:00:07.000000Z  one e2+1  listed in NVME, as it is there",
         "  2026-01-01T00:00:08.000000Z  one e2+3  taken out of the cluster's OBJECT: ttl",
         "  held at the end of the log: one in NVME since 2026-01-01T00:00:07.000000Z",
+        "  times are those of each instance's own clock",
     ]
     fetched = life(history, THREE.hex()[:8])
     assert [one.sentence() for one in fetched.events] == [
@@ -143,6 +144,56 @@ def test_changes_count_what_began_and_ended_in_a_stretch_of_time(history: Histor
     late = changes(history, BEGIN + timedelta(seconds=9), BEGIN + timedelta(seconds=10))
     assert late.stops == ["2026-01-01T00:00:09.000000Z  one stopped epoch 2: shutdown"]
     assert list(changes(history, BEGIN - timedelta(days=1), BEGIN).lines())[1:] == ["  nothing changed"]
+
+
+def test_changes_tell_who_fell_silent_in_the_order_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    killed = frames_of([[START], [created(Tier.HBM, THREE, [0])]], "killed")
+    busy = frames_of([[START], *([created(Tier.HBM, hash_of(number), [number])] for number in range(5))], "busy")
+    spread = [cut_at(frame, frame.wall_time_ns + number * 20 * SECOND_NS) for number, frame in enumerate(busy)]
+    capture, folder = tmp_path / "capture.kvbm", str(tmp_path / "history")
+    capture.write_bytes(packed([*frames_of(LOG), *killed, *spread]))
+    assert main(["history", str(capture), folder]) == 0
+    minute = "2026-01-01T00:00:"
+    silent = f"  {minute}01.000000Z  killed: its last event in this log, which goes on to 2026-01-01T00:01:45.000000Z;"
+    for source in (str(capture), folder):
+        for narrowed, told in (([], 7), (["--instance", "killed"], 2)):
+            capsys.readouterr()
+            assert main(["changes", source, "--from", "00:00", "--to", "00:00:30", *narrowed]) == 0
+            head, *lines = capsys.readouterr().out.splitlines()
+            assert head == f"from {minute}00.000000Z to {minute}30.000000Z, by the clocks of the instances"
+            events = [line for line in lines if minute in line]
+            assert events == sorted(events, key=lambda line: line.split()[0]) and len(events) == told
+            assert any(line.startswith(silent) and "it did not stop: it is gone, or had" in line for line in events)
+    assert main(["changes", folder, "--from", "00:00", "--instance", "one"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"{minute}05.000000Z  one: the last event of epoch 1, which did not stop; epoch 2 began at {minute}06." in said
+    )
+    assert main(["changes", folder, "--from", "00:01", "--instance", "busy"]) == 0
+    assert "its last event" not in capsys.readouterr().out  # the log ends with it
+    assert main(["changes", folder, "--from", "00:00:02", "--to", "00:00:30", "--instance", "killed"]) == 0
+    assert capsys.readouterr().out.endswith("  nothing changed\n")
+
+
+def test_changes_of_one_block_are_told_event_by_event(history: HistoryDatabase):
+    found = changes(history, BEGIN + timedelta(seconds=3), BEGIN + timedelta(seconds=5), digits=ONE.hex()[:8])
+    assert [line for line in found.lines() if "block 11" in line] == [
+        f"  2026-01-01T00:00:03.000000Z  one e1+3  block {ONE.hex()}: evicted from HBM: capacity",
+        f"  2026-01-01T00:00:04.000000Z  one e1+4  block {ONE.hex()}: moved from HOST to NVME (offload)",
+        (
+            f"  2026-01-01T00:00:04.000000Z  one e1+5  block {ONE.hex()}: put into the cluster's OBJECT, or found there "
+            "(offload)"
+        ),
+    ]
+    assert {(one.tier, one.event, one.blocks) for one in found.changes} == {
+        ("HBM", "ended", 1),
+        ("HOST", "ended", 1),
+        ("NVME", "began", 1),
+        ("OBJECT", "claimed", 1),
+    }
+    assert changes(history, BEGIN, BEGIN + timedelta(seconds=9), digits="44444444").changes == []
+    with pytest.raises(SourceError, match="no hash"):
+        changes(history, BEGIN, BEGIN + timedelta(seconds=9), digits="4")
 
 
 def test_tenants_by_tier_with_bytes(history: HistoryDatabase):
