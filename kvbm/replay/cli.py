@@ -34,6 +34,7 @@ from kvbm.replay.history_cli import (
     run_sql,
     run_tenants,
     run_why,
+    seconds,
 )
 from kvbm.replay.history_manifest import HistoryManifest
 from kvbm.replay.opening import OPEN, open_source
@@ -51,7 +52,6 @@ from kvbm.shells import SHELLS, completion
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.terminal import say_csv, say_error, say_text
 
-_LONGEST_S = 1e6
 _AGAIN_S = (0.5, 1.5, 3.0)  # before a log is read again that ends before where a catalog stood
 _BEHIND = 3  # the exit status where it does not come there
 _CLUSTER = "local"
@@ -135,7 +135,7 @@ _COMMANDS = {
         "engine-1 --json",
     ),
     "tenants": _Command(
-        "whose blocks fill which tier, at the end or at a time",
+        "whose blocks fill which tier, at the end or at a time, and what pools of the cluster have",
         "kvbm-replay tenants /archive --at 12:00\n  kvbm-replay tenants today --json",
     ),
     "usage": _Command(
@@ -305,7 +305,7 @@ def _add_common(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument("--instance", metavar="NAME", help="only this instance")
     command.add_argument("--reference", action="store_true", help="decode and fold with the Python specification")
     command.add_argument(
-        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long a server may keep silent (default 5)"
+        "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="how long a server may keep silent (default 5)"
     )
     command.add_argument(
         "--config", type=Path, metavar="FILE", help="settings as TOML; nats.* say how to prove to a stream who reads"
@@ -425,17 +425,6 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
         help="also where the stream has newer events of an instance: readers ignore older ones, and a running instance "
         "is shut out",
     )
-
-
-def _seconds(text: str) -> float:
-    """A time above 0; argparse names the option. Raises ArgumentTypeError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= _LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds; give a number above 0")
-    return value
 
 
 def _amount(text: str) -> float:

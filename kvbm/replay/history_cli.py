@@ -109,7 +109,7 @@ def add_arguments(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     asked.add_argument(
         "--within",
-        type=_within,
+        type=seconds,
         default=TIMEOUT_S,
         metavar="SECONDS",
         help=f"a question that takes longer is given up (default {TIMEOUT_S:g})",
@@ -123,8 +123,8 @@ def _mebibytes(text: str) -> int:
     return int(text)
 
 
-def _within(text: str) -> float:
-    """Raises ArgumentTypeError."""
+def seconds(text: str) -> float:
+    """A time above 0; argparse names the option. Raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:

@@ -226,31 +226,48 @@ class Unheard(msgspec.Struct, frozen=True, kw_only=True):
         return f"{which}, last heard at {self.last_frame}; if it was killed, catalogs leave it out"
 
 
+class TenantClaims(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one tenant that a pool of the cluster has, as far as the log tells."""
+
+    tenant: str | None
+    tier: str
+    pool: str | None
+    blocks: int
+
+
 class Tenants(msgspec.Struct, kw_only=True):
     """Whose blocks were held at a moment, largest first. `holes`: what is missing then.
 
     What an instance held counts until its next start ends it: a log does not say of one that is gone when it went.
-    `unheard` names those of which this may be so, and what they hold.
+    `unheard` names those of which this may be so, and what they hold. `claims` are blocks in pools of the cluster,
+    which belong to no instance and are in no row of `tenants`.
     """
 
     source: str
     at: str
     tenants: list[TenantTier] = []
+    claims: list[TenantClaims] = []
     unheard: list[Unheard] = []
     holes: list[Unknown] = []
 
     def lines(self) -> Iterator[str]:
         """For people."""
-        yield (
-            f"held at {self.at}" if self.tenants else f"nothing was held at {self.at or 'any time: there is no event'}"
-        )
+        is_any = bool(self.tenants or self.claims)
+        yield f"held at {self.at}" if is_any else f"nothing was held at {self.at or 'any time: there is no event'}"
         for one in self.tenants:
             size = "of unknown size" if one.bytes is None else f"{one.bytes:>20,} bytes"
-            named = "(unknown)" if one.tenant is None else one.tenant or "(none)"
-            yield f"  {named:<24} {one.tier:<6} {one.blocks:>14,} blocks {size} at {counted(one.instances, 'instance')}"
+            where = counted(one.instances, "instance")
+            yield f"  {_tenant_named(one.tenant):<24} {one.tier:<6} {one.blocks:>14,} blocks {size} at {where}"
+        for claim in self.claims:
+            where = f"claimed in {claim.pool or 'a pool'} of the cluster"
+            yield f"  {_tenant_named(claim.tenant):<24} {claim.tier:<6} {claim.blocks:>14,} blocks {where}"
         yield from (f"  {one.sentence()}" for one in self.unheard)
         for hole in self.holes:
             yield f"  {hole.instance}: {counted(hole.events, 'event')} missing, up to {hole.until}"
+
+
+def _tenant_named(tenant: str | None) -> str:
+    return "(unknown)" if tenant is None else tenant or "(none)"
 
 
 def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> BlockLives:
@@ -416,9 +433,20 @@ def tenants(history: HistoryDatabase, at: datetime | None = None) -> Tenants:
             )
             for tenant, tier, blocks, size, at_ in rows
         ],
+        claims=_claims(history, at),
         unheard=_unheard(history, at),
         holes=[] if at is None else [_unknown(row) for row in hole_rows(history) if row.is_open(at)],
     )
+
+
+def _claims(history: HistoryDatabase, at: datetime | None) -> list[TenantClaims]:
+    asked = "claimed_objects" if at is None else "claimed_objects_at(?)"
+    rows = history.ask(
+        f"SELECT tenant, tier, pool, count(*) FROM {asked} LEFT JOIN namespaces USING (namespace) "
+        "GROUP BY ALL ORDER BY 4 DESC, 1, 2, 3",
+        [] if at is None else [at],
+    ).rows
+    return [TenantClaims(tenant=row[0], tier=row[1], pool=row[2], blocks=row[3]) for row in rows]
 
 
 def _unheard(history: HistoryDatabase, at: datetime | None) -> list[Unheard]:
