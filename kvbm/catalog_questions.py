@@ -36,7 +36,7 @@ from kvbm.core.clock_times import clock_us
 from kvbm.core.errors import HASHABLE_SCHEME, CatalogError, ConfigError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
 from kvbm.core.prompt_tokens import PromptTokens
-from kvbm.core.usage import TIMES_HOW, check_stretch, csv_of, gap_lines, lines_of, parse_time, time_text
+from kvbm.core.usage import TIMES_HOW, csv_of, gap_lines, lines_of, parse_stretch, parse_time, time_text, unused_lines
 from kvbm.core.watch_events import (
     BlockChange,
     BlockChanges,
@@ -77,7 +77,7 @@ _NAMESPACE_HELP = """its id or the beginning of it, or its model; may be left ou
 
 _FROM_HELP = """hours that begin from here on: ISO 8601, in UTC where it says no zone, Unix seconds or a clock time such
 as 13:19 (UTC, the last one there was) (default: 31 days before the end)"""
-_TO_HELP = "hours that begin before (default: now)"
+_TO_HELP = "hours that begin before; a clock time is the first one after --from (default: now)"
 
 
 class _Prompt(NamedTuple):
@@ -296,9 +296,14 @@ def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
 def _usage(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
     if not isinstance(client, CatalogClient):
         raise ConfigError("usage is told by one catalog; give one --url: catalogs of one database have all of it")
-    since, until = (None if text is None else parse_time(text) for text in (arguments.since, arguments.until))
-    check_stretch(since, until)
-    report = client.usage(arguments.since or "", arguments.until or "", arguments.tenant)
+    stretch = parse_stretch(arguments.since, arguments.until, time.time_ns() // 1_000_000)
+    since, until = ("" if one is None else time_text(one) for one in stretch)
+    report = client.usage(since, until, arguments.tenant)
+    asked = arguments.tenant or ()
+    if set(asked) - {hour.tenant for hour in report.hours}:
+        known = {one.fields.tenant for one in client.namespaces()}
+        for line in unused_lines(report.hours, asked, known, "the catalog"):
+            say(f"kvbm-catalog: {line}", to=sys.stderr)
     if arguments.csv:
         say_csv(csv_of(report.hours))
         for line in gap_lines(report):
@@ -309,10 +314,9 @@ def _usage(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
 
 def time_of(text: str) -> str:
     """A time that a catalog can be asked about; argparse names the option. Raises ArgumentTypeError."""
-    found = parse_time(text, time.time_ns() // 1_000_000)
-    if found is None:
+    if parse_time(text) is None and clock_us(text) is None:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is no time; {TIMES_HOW}")
-    return text if clock_us(text) is None else time_text(found)
+    return text
 
 
 _QUESTIONS: dict[str, Ask] = {

@@ -567,8 +567,8 @@ class UsageAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     Attributes:
         hours: in the order of time, then of tenants; only where something was used.
-        gaps: times of which instances have recorded nothing, that begin in the whole stretch that was asked for; for
-            callers of all tenants that ask for all, with the first page.
+        gaps: times of which instances have recorded nothing, that begin in the whole stretch that was asked for,
+            whichever tenants were; for callers of all tenants, with the first page.
         next: ask again `from` here for what is left; "" where nothing is.
     """
 

@@ -161,7 +161,7 @@ class HistoryAnswers:
     def timeline(self, since: str | None = None, to: str | None = None, steps: int = 100) -> answers.HistoryTimeline:
         """A stretch of time in equal parts, over all of it by default."""
         begin = self._moment("from", since or self.manifest.begin or None)
-        end = self._moment("to", to) if to is not None else self._behind_all()
+        end = self._moment("to", to, begin) if to is not None else self._behind_all()
         if not 1 <= steps <= MOST_STEPS:
             raise AnswerError(422, "bad_time", f"steps {steps} will not do", f"give 1 to {MOST_STEPS}")
         self._check_stretch(begin, end)
@@ -198,7 +198,7 @@ class HistoryAnswers:
         if since is None:
             raise AnswerError(422, "bad_time", "from is missing", "give from=TIME, and to=TIME for another end")
         begin = self._moment("from", since)
-        end = self._moment("to", to) if to is not None else self._behind_all()
+        end = self._moment("to", to, begin) if to is not None else self._behind_all()
         self._check_stretch(begin, end)
         found = changes_of(self.database, begin, end, instance)
         starts, stops = self._starts(begin, end, instance)
@@ -286,13 +286,18 @@ class HistoryAnswers:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _moment(self, name: str, text: str | None) -> datetime:
-        """A time, in UTC without a zone; the end of the history for None. Raises AnswerError."""
+    def _moment(self, name: str, text: str | None, after: datetime | None = None) -> datetime:
+        """A time, in UTC without a zone; the end of the history for None. A time of day is the last one the history
+        reaches, or the first one after another time. Raises AnswerError.
+        """
         end = self._behind_all()
         if text is None:
             return end - _MICROSECOND
         try:
-            at = parse_at(text, name).on_last_day((end - _BEGIN) // _MICROSECOND)
+            at = parse_at(text, name)
+            if after is not None:
+                at = at.first_after((after - _BEGIN) // _MICROSECOND)
+            at = at.on_last_day((end - _BEGIN) // _MICROSECOND)
             if at.time_us is not None:
                 return _BEGIN + timedelta(microseconds=at.time_us)
             why = f"{name} {text[:80]!r} is an offset, which is of one instance"
