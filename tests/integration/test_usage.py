@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +104,14 @@ def replay_csv(source: Path, capsys: pytest.CaptureFixture[str], *more: str) -> 
     return said.out, said.err
 
 
+def catalog_csv(url: str, *more: str) -> tuple[str, str]:
+    """What `kvbm-catalog usage --csv` prints, a process of its own, to the byte."""
+    words = ["catalog", "usage", "--url", url, "--csv", "--from", SINCE, "--to", UNTIL, *more]
+    ended = subprocess.run([sys.executable, "-m", "kvbm", *words], capture_output=True, timeout=WAIT_S, check=False)
+    assert ended.returncode == 0, ended.stderr.decode()
+    return ended.stdout.decode(), ended.stderr.decode()
+
+
 def settings_of(server: str, within: str, database: str, folder: Path, **more: Any) -> ServiceSettings:
     return ServiceSettings(
         nats_url=server,
@@ -145,10 +155,13 @@ def test_a_catalog_and_its_archive_say_the_same_to_the_byte(
         assert 'kvbm_catalog_usage_saved_tokens_total{tenant="acme"}' in metrics
         saved = sum(hour.saved_tokens for hour in first.hours if hour.tenant == "acme")
         assert f'kvbm_catalog_usage_saved_tokens_total{{tenant="acme"}} {saved}' in metrics.replace(".0\n", "\n")
+        asked, asked_words = catalog_csv(thread.url)
+        asked_of_one = catalog_csv(thread.url, "--tenant", "acme")[0]
     csv, words = replay_csv(tmp_path / "archive", capsys)
-    assert csv == csv_of(first.hours)
+    assert csv == csv_of(first.hours) == asked
+    assert replay_csv(tmp_path / "archive", capsys, "--tenant", "acme")[0] == asked_of_one != asked
     gap = "not recorded: a from 2026-09-21T16:00:00Z until 2026-09-21T17:33:54.567Z"
-    assert gap in words
+    assert gap in words and gap in asked_words
     assert gap in replay_csv(tmp_path / "archive", capsys, "--from", "2026-09-21T16:00:00Z")[1]
     assert gap in replay_csv(tmp_path / "archive", capsys, "--tenant", "acme")[1]
     assert "not recorded" not in replay_csv(tmp_path / "archive", capsys, "--to", "2026-09-21T16:00:00Z")[1]

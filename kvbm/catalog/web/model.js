@@ -76,8 +76,8 @@ export class Live {
 
 function tenantRows(columns) {
   const rows = columns.tenant.map((tenant, at) => ({
-    tenant, namespaces: columns.namespaces[at], instances: columns.instances[at], put: columns.put_stored[at], raw: columns.put_raw[at],
-    quota: columns.quota[at], prompts: columns.prompts[at], asked: columns.asked[at], found: columns.found[at], hay: tenant.toLowerCase(),
+    tenant, namespaces: columns.namespaces[at], instances: columns.instances[at], held: columns.held[at], claimed: columns.blocks[at],
+    quota: columns.quota[at], most: { HOST: columns.host_quota[at], NVME: columns.nvme_quota[at] }, prompts: columns.prompts[at], asked: columns.asked[at], found: columns.found[at], hay: tenant.toLowerCase(),
   }));
   return { rows, more: columns.more };
 }

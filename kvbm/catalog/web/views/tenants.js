@@ -8,8 +8,15 @@ import { iso } from "../time.js";
 const AGAIN_MS = 15000;
 const HOUR_MS = 3600000;
 const SAVED_HOURS = 24;
-const label = (row) => row.tenant || "(no tenant)";
-const tier = (name, at) => ({ key: name, label: name, title: `Bytes held in ${name}`, width: "96px", num: true, value: (row) => (row.byTier && row.byTier[name] ? row.byTier[name].bytes : null), text: (row) => (row.byTier && row.byTier[name] ? (row.byTier[name].bytes === null ? `${short(row.byTier[name].blocks)} bl` : bytes(row.byTier[name].bytes)) : "–"), at });
+const label = (row) => (row.tenant === "*" ? "* (all others)" : row.tenant || "(no tenant)");
+// What a tenant holds in a tier; what it may have of each instance's pool is said where the pointer rests.
+function paintTier(cell, row, name) {
+  const held = row.byTier && row.byTier[name], most = row.most && row.most[name];
+  setText(cell, held ? (held.bytes === null ? `${short(held.blocks)} bl` : bytes(held.bytes)) : "–");
+  const title = most ? `at most ${bytes(most)} of each instance's ${name}` : "";
+  if (cell.title !== title) cell.title = title;
+}
+const tier = (name, at) => ({ key: name, label: name, title: `Bytes held in ${name}`, width: "96px", num: true, value: (row) => (row.byTier && row.byTier[name] ? row.byTier[name].bytes : null), paint: (cell, row) => paintTier(cell, row, name), at });
 
 const unrated = (saved) => (saved && saved.unrated ? `${count(saved.unrated)} of ${many(saved.tokens, "saved token")} came while no prefill rate was known: they count no GPU time` : "");
 
@@ -33,9 +40,9 @@ export class Tenants {
     this.table = new Table([
       { key: "tenant", label: "Tenant", width: "minmax(160px, 1.4fr)", value: label, text: label },
       tier("HBM"), tier("HOST"), tier("NVME"),
-      { key: "put", label: "Object pools", title: "Bytes that instances running now have put in object pools, as they lie in the store", width: "104px", num: true, value: (row) => row.put ?? null, text: (row) => bytes(row.put) },
-      { key: "quota", label: "Quota", title: "Bytes that it may have in object pools", width: "90px", num: true, value: (row) => row.quota ?? null, text: (row) => bytes(row.quota) },
-      { key: "used", label: "Of quota", width: "132px", num: true, value: (row) => (row.quota ? share(row.put, row.quota) : null), paint: (cell, row) => paintBar(cell, row.quota ? share(row.put, row.quota) : null, row.quota ? percent(share(row.put, row.quota)) : "–", row.quota ? `${bytes(row.put)} of ${bytes(row.quota)}` : "no quota is known") },
+      { key: "held", label: "Object pools", title: "Bytes that lie in object pools by what is claimed, whoever has put them: reckoned by the size of a block and by what compression saves", width: "104px", num: true, value: (row) => row.held ?? null, text: (row) => bytes(row.held) },
+      { key: "quota", label: "Quota", title: "Bytes that it may have in object pools, as the catalog's settings say, or its database; the janitor keeps it", width: "90px", num: true, value: (row) => row.quota ?? null, text: (row) => bytes(row.quota) },
+      { key: "used", label: "Of quota", width: "132px", num: true, value: (row) => (row.quota ? share(row.held, row.quota) : null), paint: (cell, row) => paintBar(cell, row.quota ? share(row.held, row.quota) : null, row.quota ? percent(share(row.held, row.quota)) : "–", row.quota ? `${bytes(row.held)} of ${bytes(row.quota)}` : "no quota is known") },
       { key: "rate", label: "Hit rate", title: "Blocks that were found, of those that prompts asked for", width: "132px", num: true, value: (row) => share(row.found, row.asked), paint: (cell, row) => { cell.classList.add("tier2"); paintBar(cell, share(row.found, row.asked), percent(share(row.found, row.asked)), `${count(row.found)} of ${count(row.asked)} blocks`); } },
       { key: "prompts", label: "Prompts", title: "That engines have told of since the catalog began, reckoned up from a sample", width: "80px", num: true, value: (row) => row.prompts ?? null, text: (row) => short(row.prompts) },
       { key: "found", label: "Hit blocks", width: "86px", num: true, value: (row) => row.found ?? null, text: (row) => short(row.found) },
