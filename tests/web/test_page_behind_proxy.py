@@ -11,7 +11,7 @@ import pytest
 from tests.browser import Browser
 from tests.eventually import eventually
 from tests.page_proxy import PageProxy
-from tests.web.test_page_time import Past, move, past
+from tests.web_past import Past, move, past
 from tests.web_site import SPACE, WebSite, hashes_of
 
 __all__ = ["past"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.browser import Browser
 from tests.catalog_site import HASHES, SPACE
-from tests.web.test_page_time import Past, move, past
+from tests.web_past import Past, move, past
 
 __all__ = ["past"]
 BLOCK = f"block?hash={HASHES[:16].hex()}&ns={SPACE.id.hex()}"
