@@ -21,7 +21,7 @@ SHOWN_S = 600.0  # that the page may take for a day of answers on a machine that
 INSTANCES = 20
 TENANTS_EVERY = 10
 COMES_EVERY = 60  # answers, from one instance that goes and another that comes to the next
-MOST_MORE = 1 << 20  # bytes: each sample of a drawing has some 200, those of a day 17 MB
+MOST_MORE = 1 << 20  # bytes: each sample of a drawing has some 120, those of a day 10 MB
 MOST_MORE_NODES = 400
 
 
