@@ -6,7 +6,6 @@ of JSON what to do, and answers each with a line. It closes its manager when its
     {"op": "serve", "prompt": 7, "wait_s": 60, "settle": true}    {"depth": 3}: so many blocks were held
     {"op": "evict", "prompt": 7, "tiers": ["HBM", "HOST"]}        {"evicted": 6}
     {"op": "trouble"}                                             {"trouble": "…"}: what the manager says of itself
-    {"op": "break_host"}                                          from now on a write to HOST raises
 """
 
 from __future__ import annotations
@@ -73,15 +72,6 @@ class Engine:
     def trouble(self) -> dict[str, Any]:
         """What the manager says of itself."""
         return {"trouble": str(self._manager.trouble())}
-
-    def break_host(self) -> dict[str, Any]:
-        """Have writes to HOST raise what no pool raises, as a defect in one would."""
-
-        def write(*_: object, **__: object) -> None:
-            raise ValueError("a defect")
-
-        self._manager.pools.slots[Tier.HOST].write = write  # type: ignore[method-assign]
-        return {}
 
 
 def main() -> None:
