@@ -260,6 +260,7 @@ def _instances(arguments: argparse.Namespace, settings: Settings, client: Catalo
         namespaces = client.namespaces()
         _print(arguments, namespaces, lambda: [_namespace_table(namespaces)])
         return
+    _tell_degraded(client)
     if arguments.name is None:
         found = client.instances()
         _print(arguments, found, lambda: [_instance_table(found)])
@@ -270,6 +271,17 @@ def _instances(arguments: argparse.Namespace, settings: Settings, client: Catalo
             f"the catalog knows no instance {arguments.name!r}; `kvbm-catalog instances` lists those it knows"
         )
     _print(arguments, one, lambda: [_all_of(one)])
+
+
+def _tell_degraded(client: Catalog) -> None:
+    """Say, aside, what of the catalog does not work though it answers, and how old its view is. Callers who may not
+    know it are told nothing.
+    """
+    answer = client.ready()
+    if not answer.ready:
+        say(f"the catalog is not ready: {answer.reason}", to=sys.stderr)
+    if answer.degraded:
+        say(f"the catalog is degraded: {answer.degraded}", to=sys.stderr)
 
 
 def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:

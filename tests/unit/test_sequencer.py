@@ -1217,6 +1217,19 @@ def test_a_later_message_of_a_forgotten_instance_makes_it_known_again(twin: Twin
 
 
 @each_twin
+def test_a_gap_of_a_forgotten_instance_is_open_no_more(twin: Twin) -> None:
+    instance, f = five_frames()
+    reader = Reader(twin.sequencer())
+    reader.read(*f[:4])
+    reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
+    reader.read(now_s=2.0, at_end=True)
+    counters = reader.sequencer.counters
+    assert (counters.gaps, counters.gaps_repaired) == (1, 0) and reader.is_suspect()
+    reader.sequencer.forget(mark_at(5))
+    assert (counters.gaps, counters.gaps_repaired) == (1, 1)
+
+
+@each_twin
 def test_nothing_of_a_forgotten_instance_is_stale(twin: Twin) -> None:
     old = Instance(epoch=9)
     reader = Reader(twin.sequencer())

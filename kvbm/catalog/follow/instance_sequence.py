@@ -115,7 +115,7 @@ class SequenceCounters(msgspec.Struct, kw_only=True):
 
     Attributes:
         digest_divergence: instances whose residencies an audit found to be others than what was applied.
-        gaps_repaired, digest_repaired: after which the instance was whole again.
+        gaps_repaired, digest_repaired: after which the instance was whole again, or was forgotten.
         foreign: frames that name another instance than their subject; they are refused with the rest of their message.
         newer: frames of a newer version than this kvbm reads, and those that follow one in its epoch; they are not
             applied.
