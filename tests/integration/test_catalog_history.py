@@ -24,11 +24,13 @@ from kvbm.catalog.access.callers import AccessOptions
 from kvbm.catalog.access.file import NewToken, add_token
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.catalog_cli import catalog_main
 from kvbm.config import load_settings
 from kvbm.config.settings import LimitSettings
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import StopReason
 from kvbm.core.ids import Tier
+from kvbm.locate.http import CatalogClient
 from kvbm.replay.history_manifest import read_manifest
 from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, Instance
 from tests.eventually import WAIT_S, eventually
@@ -442,3 +444,28 @@ def children_with(words: str, folder: Path) -> list[int]:
         if words in command and str(folder) in command and int(path.parent.name) != os.getpid():
             found.append(int(path.parent.name))
     return found
+
+
+def test_the_beginning_of_a_hash_is_asked_for_on_the_command_line(
+    nats_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    settings = settings_of(tmp_path, nats_url, "who")
+    with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
+        one = Instance(nats_url, "who", "gpu-1")
+        one.create(0, 4)
+        one.publish()
+        Site(thread.url, settings, thread, tmp_path, tmp_path, []).catch_up(one)
+        with CatalogClient(thread.url, WAIT_S) as client:
+
+            def is_held() -> bool:
+                one.beat()
+                return bool(client.block(SPACE, HASHES[:16]).holders)
+
+            eventually(is_held, "the catalog names nobody who holds it")
+        capsys.readouterr()
+        for words in ((BLOCK[:8],), (BLOCK[:12].upper(), "--namespace", SPACE.model)):
+            assert catalog_main(["who", "--url", thread.url, *words]) == 0
+            out = capsys.readouterr().out
+            assert f"hash {BLOCK}" in out and "gpu-1" in out.split() and "HBM" in out.split()
+        assert catalog_main(["who", "--url", thread.url, "0" * 8]) == 2
+        assert "00000000" in capsys.readouterr().err
