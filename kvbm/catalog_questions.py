@@ -61,6 +61,7 @@ from kvbm.core.watch_events import (
 )
 from kvbm.locate.base import Catalog
 from kvbm.locate.http import CatalogClient
+from kvbm.progress import Watch
 from kvbm.terminal import as_json, say, say_csv
 
 _MEDIA = re.compile(r"(.+)@(\d{1,7})\+(\d{1,7})")
@@ -114,27 +115,7 @@ def add_questions(commands: Commands) -> None:
         help="have the catalog remember the prompt as sent there, as a router's question does",
     )
     _add_common(route, limit=True)
-    hashes = add_command(
-        commands,
-        "hashes",
-        "the hashes of a prompt's full blocks, a line each",
-        "kvbm-catalog hashes prompt.txt --namespace my-model",
-    )
-    hashes.add_argument("prompt", metavar="PROMPT", help=PROMPT_HELP)
-    _add_namespace(hashes)
-    _add_common(hashes)
-    who = add_command(
-        commands,
-        "who",
-        "who holds one block, in which tier",
-        "kvbm-catalog who 5f0c71a2",
-    )
-    who.description = """Who holds one block, in which tier: in all namespaces, or in the one that is given.
-
-A beginning of a hash is looked up in the catalog's history (catalog.history); without one, give all 32 digits."""
-    who.add_argument("hash", metavar="HASH", type=_digits, help="its 32 hex digits, or at least the first 8")
-    _add_namespace(who)
-    _add_common(who)
+    _add_block_questions(commands)
     instances = add_command(
         commands,
         "instances",
@@ -168,6 +149,30 @@ A beginning of a hash is looked up in the catalog's history (catalog.history); w
     )
     watch.add_argument("--after", metavar="POSITION", help="go on from here, as an earlier watch's lines have it")
     _add_common(watch)
+
+
+def _add_block_questions(commands: Commands) -> None:
+    hashes = add_command(
+        commands,
+        "hashes",
+        "the hashes of a prompt's full blocks, a line each",
+        "kvbm-catalog hashes prompt.txt --namespace my-model",
+    )
+    hashes.add_argument("prompt", metavar="PROMPT", help=PROMPT_HELP)
+    _add_namespace(hashes)
+    _add_common(hashes)
+    who = add_command(
+        commands,
+        "who",
+        "who holds one block, in which tier",
+        "kvbm-catalog who 5f0c71a2",
+    )
+    who.description = """Who holds one block, in which tier: in all namespaces, or in the one that is given.
+
+A beginning of a hash is looked up in the catalog's history (catalog.history); without one, give all 32 digits."""
+    who.add_argument("hash", metavar="HASH", type=_digits, help="its 32 hex digits, or at least the first 8")
+    _add_namespace(who)
+    _add_common(who)
 
 
 def ask(arguments: argparse.Namespace) -> int:
@@ -334,7 +339,8 @@ def _usage(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
         raise ConfigError("usage is told by one catalog; give one --url: catalogs of one database have all of it")
     since, until = (None if text is None else parse_time(text) for text in (arguments.since, arguments.until))
     check_stretch(since, until)
-    report = client.usage(arguments.since or "", arguments.until or "", arguments.tenant)
+    with Watch("usage"):
+        report = client.usage(arguments.since or "", arguments.until or "", arguments.tenant)
     if arguments.csv:
         say_csv(csv_of(report.hours))
         for line in gap_lines(report):

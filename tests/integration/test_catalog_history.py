@@ -447,25 +447,25 @@ def children_with(words: str, folder: Path) -> list[int]:
 
 
 def test_the_beginning_of_a_hash_is_asked_for_on_the_command_line(
-    nats_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    site: Site, nats_url: str, capsys: pytest.CaptureFixture[str]
 ):
-    settings = settings_of(tmp_path, nats_url, "who")
-    with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
-        one = Instance(nats_url, "who", "gpu-1")
-        one.create(0, 4)
-        one.publish()
-        Site(thread.url, settings, thread, tmp_path, tmp_path, []).catch_up(one)
-        with CatalogClient(thread.url, WAIT_S) as client:
+    """The last test of the site: another instance comes."""
+    capsys.readouterr()
+    assert catalog_main(["who", "--url", site.url, BLOCK[:8]]) == 0
+    assert capsys.readouterr().out == f"nobody holds a block whose hash begins with {BLOCK[:8]}\n"  # any more
+    assert catalog_main(["who", "--url", site.url, "0" * 8]) == 2
+    assert "00000000" in capsys.readouterr().err
+    other = Instance(nats_url, "past", "gpu-1")
+    other.create(0, 4)
+    other.publish()
+    with CatalogClient(site.url, WAIT_S) as client:
 
-            def is_held() -> bool:
-                one.beat()
-                return bool(client.block(SPACE, HASHES[:16]).holders)
+        def is_held() -> bool:
+            other.beat()
+            return bool(client.block(SPACE, HASHES[:16]).holders)
 
-            eventually(is_held, "the catalog names nobody who holds it")
-        capsys.readouterr()
-        for words in ((BLOCK[:8],), (BLOCK[:12].upper(), "--namespace", SPACE.model)):
-            assert catalog_main(["who", "--url", thread.url, *words]) == 0
-            out = capsys.readouterr().out
-            assert f"hash {BLOCK}" in out and "gpu-1" in out.split() and "HBM" in out.split()
-        assert catalog_main(["who", "--url", thread.url, "0" * 8]) == 2
-        assert "00000000" in capsys.readouterr().err
+        eventually(is_held, "the catalog names nobody who holds it")
+    for words in ((BLOCK[:8],), (BLOCK[:12].upper(), "--namespace", SPACE.model)):
+        assert catalog_main(["who", "--url", site.url, *words]) == 0
+        out = capsys.readouterr().out
+        assert f"hash {BLOCK}" in out and "gpu-1" in out.split() and "HBM" in out.split()

@@ -277,7 +277,12 @@ def test_a_tenant_picks_its_namespace(asked: Asked, url: str, nats_url: str, clu
     assert asked("lookup", HASHES.hex(), "--tenant", "bolt", "--namespace", acme.id.hex())[0] == 2
 
 
-def test_a_block_is_looked_for_in_all_namespaces(asked: Asked, url: str, nats_url: str, cluster: str) -> None:  # noqa: F811
+def test_a_block_is_looked_for_in_all_namespaces(
+    asked: Asked,
+    url: str,
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+) -> None:
     heard(url, nats_url, cluster, msgspec.structs.replace(SPACE, tenant="acme"))
     block = HASHES[:16].hex()
     status, out, _ = asked("who", block)
