@@ -159,7 +159,7 @@ def test_each_command_that_may_take_long_is_known_and_shows_how_far_it_is() -> N
             assert known, f"{whole}: does it take over 2 s?"
     for name, path in SLOW.items():
         text = (Path(__file__).parents[2] / path).read_text()
-        assert re.search(r"\b(with|=) ?Watch\(", text), f"{name}: {path} has no bar"
+        assert re.search(r"\bwith (Watch|Progress)\(", text), f"{name}: {path} has no bar"
 
 
 WAITS = """
