@@ -31,6 +31,7 @@ _MOST_NAMED = 10  # tenants in a line
 _MOST = (1 << 63) - 1  # that SQL keeps of one number
 _SECONDS = re.compile(r"[0-9]{1,11}")
 _UNIX_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
+_UNITS = (("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40))
 _TIERS = tuple(tier.name.lower() for tier in Tier)
 
 
@@ -314,18 +315,19 @@ def _csv_line(values: Iterable[object]) -> str:
 
 
 def lines_of(report: UsageReport) -> Iterable[str]:
-    """A report for people: bytes as byte-hours, seconds of the engine as hours."""
+    """A report for people: bytes as byte-hours in the unit that fits the most, seconds of the engine as hours."""
     if not report.hours:
         yield "no usage is recorded there"
     else:
-        tiers = " ".join(f"{f'{tier} GiB·h':>14}" for tier in _TIERS)
+        unit, size = _unit_of(report.hours)
+        tiers = " ".join(f"{f'{tier} {unit}·h':>14}" for tier in _TIERS)
         yield f"{'hour':<20} {'tenant':<20} {tiers} {'put':>12} {'read':>12} {'saved tokens':>14} {'GPU h':>10}"
     for hour in report.hours:
         numbers = msgspec.structs.astuple(hour)[2:]
-        held = " ".join(f"{number / 3600 / (1 << 30):>14,.3f}" for number in numbers[:4])
+        held = " ".join(f"{number / 3600 / size:>14,.3f}" for number in numbers[:4])
         put, read = sum(numbers[4:8]), sum(numbers[8:12])
         saved = f"{hour.saved_tokens:>14,} {hour.saved_gpu_us / 3_600_000_000:>10,.3f}"
-        yield f"{hour.hour:<20} {hour.tenant:<20} {held} {put:>12,} {read:>12,} {saved}"
+        yield f"{hour.hour:<20} {hour.tenant or '(none)':<20} {held} {put:>12,} {read:>12,} {saved}"
     if unrated := sum(hour.unrated_tokens for hour in report.hours):
         yield f"of the saved tokens, {unrated:,} came while no prefill rate was known: they count no seconds"
     yield from gap_lines(report)
@@ -347,6 +349,13 @@ def unused_lines(hours: Iterable[UsageHour], asked: Iterable[str], known: Collec
             more = f" and {len(known) - len(names):,} more" if len(known) > len(names) else ""
             nothing += f", and {who} has nothing of that name; it has {', '.join(names) or 'no tenants'}{more}"
         yield nothing
+
+
+def _unit_of(hours: Iterable[UsageHour]) -> tuple[str, int]:
+    """The largest unit of which the most that a tenant has held in a tier is one at least, and its bytes."""
+    most = max(max(msgspec.structs.astuple(hour)[2:6]) for hour in hours) / 3600
+    fitting = [(name, 1 << bits) for name, bits in _UNITS if most >= 1 << bits]
+    return fitting[-1] if fitting else ("B", 1)
 
 
 def gap_lines(report: UsageReport) -> Iterable[str]:

@@ -19,6 +19,7 @@ from kvbm.config import Settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.locate.credentials import NO_CREDENTIALS, CredentialProof
 from kvbm.locate.proxies import proxy_of, shown
+from kvbm.progress import Watch
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.streams.nats.server_view import look_as_anybody
 from kvbm.terminal import as_json, say
@@ -64,9 +65,10 @@ def main(url: str, wait_s: float, settings: Settings, json: bool = False, strict
     """
     until_s = time.monotonic() + wait_s
     answer = ask(url, settings)
-    while not answer.counts(strict) and time.monotonic() < until_s:
-        time.sleep(_AGAIN_S)
-        answer = ask(url, settings)
+    with Watch("waiting for an answer"):
+        while not answer.counts(strict) and time.monotonic() < until_s:
+            time.sleep(_AGAIN_S)
+            answer = ask(url, settings)
     is_taken = answer.counts(strict)
     if json:
         say(as_json({"well": answer.is_well, "said": answer.words, "degraded": answer.degraded}))

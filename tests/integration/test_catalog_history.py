@@ -24,11 +24,13 @@ from kvbm.catalog.access.callers import AccessOptions
 from kvbm.catalog.access.file import NewToken, add_token
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.catalog_cli import catalog_main
 from kvbm.config import load_settings
 from kvbm.config.settings import LimitSettings
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import StopReason
 from kvbm.core.ids import Tier
+from kvbm.locate.http import CatalogClient
 from kvbm.replay.history_manifest import read_manifest
 from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, Instance
 from tests.eventually import WAIT_S, eventually
@@ -444,3 +446,28 @@ def children_with(words: str, folder: Path) -> list[int]:
         if words in command and str(folder) in command and int(path.parent.name) != os.getpid():
             found.append(int(path.parent.name))
     return found
+
+
+def test_the_beginning_of_a_hash_is_asked_for_on_the_command_line(
+    site: Site, nats_url: str, capsys: pytest.CaptureFixture[str]
+):
+    """The last test of the site: another instance comes."""
+    capsys.readouterr()
+    assert catalog_main(["who", "--url", site.url, BLOCK[:8]]) == 0
+    assert capsys.readouterr().out == f"nobody holds a block whose hash begins with {BLOCK[:8]}\n"  # any more
+    assert catalog_main(["who", "--url", site.url, "0" * 8]) == 2
+    assert "00000000" in capsys.readouterr().err
+    other = Instance(nats_url, "past", "gpu-1")
+    other.create(0, 4)
+    other.publish()
+    with CatalogClient(site.url, WAIT_S) as client:
+
+        def is_held() -> bool:
+            other.beat()
+            return bool(client.block(SPACE, HASHES[:16]).holders)
+
+        eventually(is_held, "the catalog names nobody who holds it")
+    for words in ((BLOCK[:8],), (BLOCK[:12].upper(), "--namespace", SPACE.model)):
+        assert catalog_main(["who", "--url", site.url, *words]) == 0
+        out = capsys.readouterr().out
+        assert f"hash {BLOCK}" in out and "gpu-1" in out.split() and "HBM" in out.split()
