@@ -73,6 +73,7 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Past]:
         two.create(0, 6)
         told(two, next(steps), lose=True)  # 4: nobody gets it
         two.copy(Tier.HOST, 0, 6)
+        two.copy(Tier.OBJECT, 0, 3)
         told(two, next(steps))  # 5: so a hole shows
         one.create(4, 8)
         told(one, next(steps))  # 6
@@ -82,7 +83,7 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Past]:
         def is_kept() -> bool:
             answer = urllib3.request("GET", site.url + "/v1/history", timeout=WAIT_S).json()
             end = datetime.fromtimestamp(begin_s + 6 * STEP_S, UTC).isoformat()[:19]
-            return bool(answer.get("ready") and answer["until"] >= end)
+            return bool(answer.get("ready") and answer["until"] >= end)  # refused while it starts
 
         eventually(is_kept, "the history does not reach the last event")
         yield Past(site, begin_s)

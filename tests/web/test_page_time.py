@@ -58,7 +58,7 @@ def test_an_instance_a_block_and_tenants_are_as_they_were(slider: Browser, past:
     slider.until(lambda: [row[0] for row in slider.rows("Tenants")] == ["(no tenant)"], "the tenants are others")
     assert slider.rows("Tenants")[0][1:3] == ["4.00 MiB", "2.00 MiB"]
     slider.go("routes")
-    slider.reads("earlier moments have none")
+    slider.reads("Load then is not recorded: costs are those of idle engines")
     slider.go("instance/two")
     slider.reads("It had not started by then")
 

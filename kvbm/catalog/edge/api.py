@@ -55,6 +55,8 @@ from kvbm.core.answers import (
     ErrorDetail,
     FindRequest,
     ForgottenAnswer,
+    HistoryPromptRequest,
+    HistoryRouteRequest,
     LookupRequest,
     PresenceRequest,
     ReadyAnswer,
@@ -291,6 +293,13 @@ class _Api(HistoryHandlers):
         body = await _body(request)
         self._judge_again(request)
         return await self.history_of(request, body)
+
+    async def history_prompt(self, request: Request) -> Response:
+        return self.prompt_of(*await self._prompt(request, HistoryPromptRequest))
+
+    async def history_route(self, request: Request) -> Response:
+        asked, prompt = await self._prompt(request, HistoryRouteRequest)
+        return _json(await self.route_of(asked, prompt, self._service.settings.routing))
 
     async def usage(self, request: Request) -> Response:
         caller, asked = _caller(request), request.query_params
