@@ -97,7 +97,8 @@ def slider(window: Browser, past: Past, request: pytest.FixtureRequest) -> Itera
     window.find("#time input")
     yield window
     window.shot(Path("build/web") / f"{request.node.name}.png")
-    assert window.said() == []
+    said = window.said()
+    assert said == [], said
 
 
 def move(window: Browser, at_ms: int) -> None:

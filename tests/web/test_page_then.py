@@ -57,6 +57,7 @@ def test_hashes_without_a_namespace_are_those_of_the_first_blocks(slider: Browse
     slider.fill("textarea", "00" * 32)
     slider.find("form button.primary").click()
     slider.reads("The history does not know the first block. choose the namespace")
+    assert all("404" in one for one in slider.said())
 
 
 def test_a_route_then_is_of_idle_engines_and_says_so(slider: Browser, past: Past) -> None:

@@ -144,7 +144,7 @@ export class Block {
       h("header", null, h("h2", null, "Its life"), h("code", null, block.block), h("span", { class: "dim" }, [block.model, block.tenant && `tenant ${block.tenant}`].filter(Boolean).join(" · "))),
       h("p", null, block.held.length ? [at === null ? "Held at the end of the history: " : "Held then: ", block.held.map((one, n) => [n ? "; " : "", h("strong", null, one.instance), ` in ${one.tier} since ${told(one.since)}`])] : at === null ? "Nobody held it at the end of the history." : "Nobody held it then."),
       past.holes.length ? h("p", { class: "bad hole" }, `${many(past.holes.length, "hole")}: events of instances it was at are missing, so its life may be longer than this.`) : null,
-      h("p", { class: "dim" }, `${past.more ? "Its latest events, the newest first" : "The newest first"}. ${clocks(past)}`),
+      h("p", { class: "dim" }, `${clocks(past)} ${past.more ? "Its latest events, the newest first:" : "The newest first:"}`),
       h("ol", { class: "life", reversed: true }, [...block.events].reverse().map((event) => h("li", { class: at !== null && Date.parse(event.time) > at ? "dim" : "" }, h("span", { class: "mono" }, told(event.time)), h("span", { class: `dot ${event.event === "began" || event.event === "claimed" ? "live" : "silent"}` }), h("span", null, h("a", { href: `#/instance/${encodeURIComponent(event.instance)}` }, event.instance), ` ${event.tier} – ${event.sentence}`, h("span", { class: "dim" }, ` epoch ${event.epoch}, offset ${event.offset}`))))));
   }
 }

@@ -176,9 +176,9 @@ export class Overview {
       this.tile("Bytes held", bytes(held), room ? `${percent(share(held, room))} of ${bytes(room)}` : ""),
       this.tile("Holes", count(seen.holes.length), seen.holes.length ? "events are missing here" : "the archive is whole here", seen.holes.length ? "bad" : "good"));
     this.askPools(seen);
-    const { told } = this.pools, known = told && told.pools ? told.pools : seen.pools.map((pool) => ({ pool, blocks: null, bytes: null }));
+    const claims = this.pools.told, known = claims && claims.pools ? claims.pools : seen.pools.map((pool) => ({ pool, blocks: null, bytes: null }));
     replace(this.tiers, this.tierTable(seen.tiers, known.map((one) => ({ ...one, pool: one.pool || "OBJECT, of a start that is missing" })), [], []));
-    replace(this.hits, known.length ? (told && told.pools ? "What pools of the cluster have is of claims: blocks that instances have said to be in them. " : told ? `What pools of the cluster had is not known: ${told.why} ` : "") : "", "Hits and misses are of now alone. ", clocks(seen));
+    replace(this.hits, known.length ? (claims && claims.pools ? "What pools of the cluster have is of claims: blocks that instances have said to be in them. " : claims ? `What pools of the cluster had is not known: ${claims.why} ` : "") : "", "Hits and misses are of now alone. ", clocks(seen));
     replace(this.ages, h("p", { class: "dim" }, "Ages are counted from heartbeats, of now alone."));
     replace(this.stream, h("p", { class: "dim" }, "Lag and gaps are of now alone. What the archive lacks is to the right."));
     replace(this.trouble, seen.holes.length
