@@ -14,11 +14,12 @@ import json
 import sys
 from typing import Any
 
-import torch
-
 import kvbm
 from kvbm.core.ids import Tier
+from tests.extras import needed
 from tests.lending_pairs import reads_by
+
+torch = needed("torch", "engine")
 
 BLOCK_TOKENS, BLOCK_BYTES, DEPTH, WAIT_S = 4, 1 << 18, 8, 120.0
 SPACE = kvbm.Namespace(model="alerts", revision="1", block_tokens=BLOCK_TOKENS)
@@ -28,7 +29,7 @@ def tokens_of(prompt: int) -> list[int]:
     return list(range(1000 * prompt, 1000 * prompt + DEPTH * BLOCK_TOKENS))
 
 
-def kv_of(block: bytes) -> torch.Tensor:
+def kv_of(block: bytes) -> Any:
     return torch.frombuffer(bytearray(block), dtype=torch.uint8).repeat(BLOCK_BYTES // kvbm.HASH_BYTES)
 
 

@@ -18,8 +18,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import asyncpg
-
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, Tier
 from kvbm.locate.http import CatalogClient
@@ -27,12 +25,15 @@ from kvbm.reference.ledger import Ledger
 from kvbm.workload.processes import Child, start_http
 from tests.catalog_site import SPACE, Instance, is_forgotten
 from tests.eventually import eventually
+from tests.extras import needed
 from tests.faults.processes.proxy import ProxyHub
 from tests.nats_fixture import started
 from tests.object_stores import s3_place
 from tests.prometheus_site import RULES, Prometheus, prometheus
 from tests.servers import free_port, own_postgres, s3_server
 from tests.shortened_rules import shortened
+
+asyncpg = needed("asyncpg", "catalog")
 
 CLUSTER, WAIT_S, EVERY = "alerts", 240.0, "2s"
 CAPACITY = 2000  # of the index
