@@ -100,7 +100,10 @@ def test_it_says_of_which_moment_it_still_is_while_the_history_does_not_answer(
     assert {row[0] for row in window.rows("Instances")} == {"one"}  # as it was then: the other had not begun
     proxy.refused.clear()
     move(window, past.at(4))
-    window.until(lambda: window.text("#banner") == "", "the banner stays though the history answers again")
+    window.until(
+        lambda: window.run("return document.getElementById('banner').hidden"),
+        "the banner stays though the history answers again",
+    )
     assert {row[0] for row in window.rows("Instances")} == {"one", "two"}
     proxy.refused.add("/v1/history/overview")
     window.press("l")
