@@ -214,7 +214,7 @@ ALERT_CASES: dict[str, AlertCase] = {
     "KvbmManagerTrouble": flag(
         of_engine("manager_trouble", ',part="tiers"'),
         2,
-        also={of_engine("manager_trouble", ',part="journal"'): [(1, END)]},
+        also={of_engine("manager_trouble", f',part="{part}"'): [(1, END)] for part in ("journal", "place")},
     ),
     "KvbmJournalRefuses": flag(
         of_engine("manager_trouble", ',part="journal"'),
@@ -247,6 +247,7 @@ ALERT_CASES: dict[str, AlertCase] = {
 
 # Other series of which an alert speaks, each with what makes it fire like the one above.
 ALSO: dict[str, list[Mapping[str, Runs]]] = {
+    "KvbmTwoRuns": [flag(of_engine("manager_trouble", ',part="place"'), 1).wrong],
     "KvbmFolderRefuses": [{of_catalog("degraded_parts", ',part="checkpoints"'): [(0, 3), (1, 30), (0, END)]}],
     "KvbmStrangeMessages": [grows(of_catalog("foreign_total")).wrong],
     "KvbmFailedCopies": [grows(f"kvbm_vllm_failed_loads_total{_VLLM}").wrong],

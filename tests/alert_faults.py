@@ -72,6 +72,15 @@ def instance_killed(site: AlertSite) -> Iterator[Meanwhile]:
 
 
 @contextmanager
+def instance_has_a_twin(site: AlertSite) -> Iterator[Meanwhile]:
+    """Another process has its name, and a folder of its own: as of two machines set up alike."""
+    twin = site.launch("b", "twin", metrics_port=0)
+    twin.answer()
+    yield nothing
+    twin.end()
+
+
+@contextmanager
 def instance_stopped(site: AlertSite) -> Iterator[Meanwhile]:
     site.engines["b"].end()
     yield nothing
@@ -282,6 +291,7 @@ FAULTS = (
     NATS_KILLED,
     INSTANCE_KILLED,
     Fault("an instance is stopped", {"KvbmTargetDown"}, instance_stopped),
+    Fault("two processes have one instance.id", {"KvbmTwoRuns"}, instance_has_a_twin),
     Fault("PostgreSQL is stopped", {"KvbmSqlAway", "KvbmCatalogDegraded", "KvbmSqlBehind"}, postgres_stopped),
     Fault("the archive's folder is a file", {"KvbmFolderRefuses", "KvbmCatalogDegraded"}, archive_is_a_file),
     Fault("a message is lost", {"KvbmGapsNotRepaired"}, gap),
@@ -309,8 +319,6 @@ OTHERWISE_PROVED = {
     "KvbmCatalogNotReady": "a catalog has read a stream as short as this one before it is scraped twice",
     "KvbmCatalogErrors": "the same: it answers 503 until it is ready",
     "KvbmSlotsQuarantined": "a pool has to raise what none may raise, which takes a defect of it",
-    "KvbmTwoRuns": "a twin with a folder of its own shuts out the first run, whose heartbeats end within seconds, so "
-    "this lasts too short; tests/unit/test_liveness.py has what is ignored",
     "KvbmTaskEnded": "a task has to raise what none raises: a defect; tests/unit/test_metrics.py has the part",
     "KvbmDigestDivergence": "memory of the index has to change by itself, which takes a defect; "
     "tests/integration/test_catalog_repair.py has the counter",

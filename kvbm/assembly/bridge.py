@@ -318,6 +318,7 @@ def _open_instance(settings: Settings, url: str, rank: _Rank) -> None:
                 publisher.stop,
                 publisher.snapshot_began,
                 lambda: publisher.trouble,
+                lambda: publisher.place,
             )
         )
         source.instance = made

@@ -353,6 +353,7 @@ def _publishing(
         publisher.stop,
         publisher.snapshot_began,
         lambda: publisher.trouble,
+        lambda: publisher.place,
     )
 
 

@@ -458,8 +458,9 @@ class BlockManager:
         """In words, by TROUBLED_PARTS: the worst of its own, and what its publisher says."""
         part, words = self._own_trouble()
         publishing = self.publisher_port.publishing
+        place = publishing.place() if publishing is not None else ""
         unpublished = publishing.trouble() if publishing is not None else ""
-        return {name: why for name, why in ((part, words), ("stream", unpublished)) if why}
+        return {name: why for name, why in ((part, words), ("place", place), ("stream", unpublished)) if why}
 
     def _own_trouble(self) -> tuple[str, str]:
         refusal = self._writer.refusal

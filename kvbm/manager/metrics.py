@@ -126,7 +126,8 @@ MANAGER_ROWS: tuple[MetricRow[ManagerReading], ...] = (
     ),
     _gauge(
         "trouble",
-        "1 for a part that does not work now, as manager.trouble() says: journal, stream, tiers, objects, namespaces.",
+        "1 for a part that does not work now, as manager.trouble() says: journal, place, stream, tiers, objects, "
+        "namespaces.",
         lambda at: {(part,): float(part in at.stats.troubled) for part in TROUBLED_PARTS},
         "part",
     ),

@@ -12,7 +12,7 @@ from kvbm.manager.offload.admission import Skipped
 from kvbm.pools.base import ObjectStats
 from kvbm.transport.peers import PeerStats
 
-TROUBLED_PARTS = ("journal", "stream", "tiers", "objects", "namespaces")
+TROUBLED_PARTS = ("journal", "place", "stream", "tiers", "objects", "namespaces")
 
 
 class ManagerStats(NamedTuple):

@@ -780,6 +780,7 @@ class Two:
         self.logs[1].append(make_frame(0, epoch=2))
         self.second.notify()
         assert comes_to(self.second, Position(Epoch(2), Offset(1)), WAIT_S)
+        assert self.second.place == ""
 
 
 def test_of_two_with_one_name_the_second_is_quiet(
@@ -794,6 +795,7 @@ def test_of_two_with_one_name_the_second_is_quiet(
             return "instance.fenced" in told[-1]
 
         eventually(is_told, "the second is not told that it is")
+        assert f"run {two.owners[0].run} has" in two.second.place and two.first.place == ""
         seen = len(two.owners[0].beats)
         eventually(lambda: len(two.owners[0].beats) > seen + 4)
         assert two.owners[1].fenced == []

@@ -139,6 +139,16 @@ def test_a_journal_that_refuses_is_trouble_of_that_part() -> None:
     assert value(found, "durable_offset") < value(found, "applied_offset")
 
 
+def test_a_manager_whose_place_another_run_has_says_so_in_words_and_in_a_part(manager: kvbm.Manager) -> None:
+    port = manager.publisher_port
+    port.publishing = Publishing(lambda: None, lambda: Position(Epoch(0), Offset(0)), lambda _: True)
+    port.publishing = port.publishing._replace(place=lambda: "place: run other has it")
+    with kvbm.serve_metrics(manager) as server:
+        found = scraped(server)
+    assert manager.trouble() == "place: run other has it"
+    assert {part for part in TROUBLED_PARTS if value(found, "trouble", part=part)} == {"place"}
+
+
 def test_positions_of_an_epoch_are_never_ahead_of_those_they_follow(manager: kvbm.Manager) -> None:
     with kvbm.serve_metrics(manager) as server:
         done = threading.Event()

@@ -31,7 +31,7 @@ ENGINES = (
         (
             stat(
                 "Parts with trouble",
-                "journal, stream, tiers, objects or namespaces; manager.trouble() says more.",
+                "journal, place, stream, tiers, objects or namespaces; manager.trouble() says more.",
                 "short",
                 f"sum(kvbm_manager_trouble{{{_E}}})",
             ),

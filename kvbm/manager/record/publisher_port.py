@@ -21,6 +21,7 @@ class Publishing(NamedTuple):
         stop: publish the rest within a timeout; whether all of it is published.
         snapshot_began: what comes next in the journal is a snapshot.
         trouble: what the stream does not take now, in words; "" when all is well.
+        place: which other process has the instance's place on the stream; "" while none has.
     """
 
     notify: Callable[[], None]
@@ -28,6 +29,7 @@ class Publishing(NamedTuple):
     stop: Callable[[float], bool]
     snapshot_began: Callable[[], None] = lambda: None
     trouble: Callable[[], str] = lambda: ""
+    place: Callable[[], str] = lambda: ""
 
 
 class PublisherPort:

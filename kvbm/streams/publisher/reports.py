@@ -32,6 +32,7 @@ class PublisherReports:
         self._heartbeat = ""
         self._is_unreadable = False
         self._refused_pulse = ""
+        self._place = ""
         self._bugs: dict[str, str] = {}  # what fails with one now → which
         self._bugs_logged: set[tuple[str, str, int]] = set()
         self._progress_s = time.monotonic()  # when something was stored last, or nothing was waiting
@@ -50,6 +51,11 @@ class PublisherReports:
         """
         bugs = [f"stream: {what} fails with a bug ({which}), and is tried again" for what, which in self._bugs.items()]
         return "; ".join(filter(None, (*bugs, self._stall, self._heartbeat, self._refused_pulse)))
+
+    @property
+    def place(self) -> str:
+        """Which other process has the instance's place on the stream; "" while none has."""
+        return self._place
 
     def take(self, happened: Input, published: Position) -> None:
         """Log what an input shows of the connection, if that is new."""
@@ -86,6 +92,7 @@ class PublisherReports:
     def fenced(self, other: ReportFenced, epoch: Epoch) -> None:
         """Another run owns the instance."""
         self._last_logged = ""
+        self._place = f"place: run {other.run} has this instance's place on the stream, in epoch {other.epoch}"
         log.error(
             "instance.fenced",
             server=self._server,
@@ -98,6 +105,10 @@ class PublisherReports:
             remedy=f"stop one of the two, or give one another instance.id; once the other has been silent for "
             f"{SILENT_HEARTBEATS} heartbeats, this one begins a later epoch",
         )
+
+    def is_owned(self) -> None:
+        """No other run owns the instance now, as far as this one knows."""
+        self._place = ""
 
     def took_over(self, other_epoch: Epoch) -> None:
         """The other run is silent."""

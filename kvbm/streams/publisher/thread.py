@@ -117,6 +117,11 @@ class PublisherThread:
         """See `PublisherReports.trouble`."""
         return self._reports.trouble
 
+    @property
+    def place(self) -> str:
+        """See `PublisherReports.place`."""
+        return self._reports.place
+
     def notify(self) -> None:
         """Say that the log has more. Cheap: calls until the thread looks are one."""
         if not self._is_notified:
@@ -248,6 +253,8 @@ class PublisherThread:
             self._calls.on_published(self._published)
         self._reports.take(happened, self._published)
         self._requests.listen(publisher.is_owner, publisher.is_fenced)
+        if publisher.is_owner:
+            self._reports.is_owned()
         for effect in effects:
             self._do(effect)
 
