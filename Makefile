@@ -36,9 +36,10 @@ RUN_TESTS = -m pytest
 SHARED = -n $(JOBS) --dist worksteal
 ENGINES_SHARED = -n $(ENGINE_JOBS) --dist worksteal
 
-.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-objects \
-  smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick \
-  vllm-next-check pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang faults mutants mutants-quick setup \
+.PHONY: help demo docs wheels wheels-check wheel-check gpu-pack gpu-check gpu-check-dry test test-all test-web \
+  test-objects smoke-objects test-rdma smoke-rdma test-triples engines smoke-engines test-engines test-engines-quick \
+  vllm-next-check pd smoke-pd test-pd bench-pd test-bridge test-sglang bench-sglang test-upgrade release-files faults \
+  mutants mutants-quick setup \
   fmt lint sizes type contract bench bench-peers native-test fuzz fuzz-short check check-code check-tests clean
 
 help:  ## what each target does
@@ -62,7 +63,7 @@ demo: setup  ## the whole line on embedded defaults, then a table; fails when an
 	$(BIN)/kvbm demo
 
 $(WHEELS_STAMP): pyproject.toml constraints.txt tools/wheels.py $(NATIVE_SOURCES) \
-  $(shell find kvbm kvbm_ledger migrations -name '*.py' -o -name '*.pyi')
+  $(shell find kvbm kvbm_ledger migrations -name '*.py' -o -name '*.pyi') $(shell find kvbm/catalog/web -type f)
 	$(PYTHON) tools/wheels.py build
 	touch $@
 
@@ -83,6 +84,9 @@ test: setup $(AZURITE)  ## the tests, on servers of their own: nats-server, Post
 
 test-all: setup $(AZURITE)  ## everything, stage by stage, in hours; report in build/report.md
 	$(BIN)/python tools/test_all.py $(ARGS)
+
+test-web: setup  ## the catalog's page in Chromium; needs Debian's chromium and chromium-driver
+	$(BIN)/python $(RUN_TESTS) --web tests/web -n 2 --dist loadfile $(PYTEST_ARGS)
 
 test-objects: setup  ## … on Ceph's radosgw, Redis and PgBouncer; needs Debian's packages of them
 	$(BIN)/python $(RUN_TESTS) --objects -m objects $(PYTEST_ARGS)
@@ -171,6 +175,14 @@ bench-sglang: $(SGLANG_STAMP)  ## … against SGLang's file backend on the same 
 test-sglang: $(SGLANG_STAMP)  ## kvbm below SGLang's own pools and caches on this CPU (needs a network, 2 GB)
 	$(SGLANG)/bin/python $(RUN_TESTS) --sglang tests/engines/sglang $(PYTEST_ARGS)
 
+# Both versions are wheels in environments of their own below build/upgrade; C++ is compiled of each whose sources have
+# changed, with ccache where it is there.
+test-upgrade: setup  ## a cluster of the release in tests/golden becomes one of the next version, under load
+	$(BIN)/python $(RUN_TESTS) --upgrade tests/upgrade $(PYTEST_ARGS)
+
+release-files: setup  ## tests/golden/VERSION, which later versions must open; ARGS=--force: anew, before the release
+	$(BIN)/python tools/write_release.py $(ARGS)
+
 faults: setup  ## the fault suite alone, with every three faults together: more than an hour
 	$(BIN)/python $(RUN_TESTS) $(SHARED) --nightly tests/faults $(PYTEST_ARGS)
 
@@ -243,7 +255,7 @@ gpu-check-dry:  ## its dry run
 check: check-code check-tests  ## what CI runs, in some 25 minutes
 check-code: lint sizes type contract docs native-test fuzz-short
 check-tests: RUN_TESTS = tools/run_tests.py
-check-tests: test smoke-objects smoke-rdma smoke-engines smoke-pd wheel-check
+check-tests: test test-web smoke-objects smoke-rdma smoke-engines smoke-pd wheel-check
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info

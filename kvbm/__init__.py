@@ -91,12 +91,15 @@ from kvbm.core.events import (
     MigrateCause,
     ResidenciesListed,
     SnapshotEnded,
+    UsageRecorded,
+    UsageRow,
 )
 from kvbm.core.extra_keys import Media, extra_key, salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.layout import KvShape
 from kvbm.core.results import Match, ShareCounts, TierCounts
+from kvbm.core.usage import UsageGap, UsageHour, UsageReport
 from kvbm.locate.asynchronous import AsyncCatalog, AsyncCatalogClient
 from kvbm.locate.base import Catalog
 from kvbm.locate.credentials import CatalogCredentials
@@ -199,6 +202,11 @@ __all__ = [
     "StreamError",
     "Tier",
     "TierCounts",
+    "UsageGap",
+    "UsageHour",
+    "UsageRecorded",
+    "UsageReport",
+    "UsageRow",
     "WatchedBlocks",
     "copy_queue",
     "extra_key",

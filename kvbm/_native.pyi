@@ -35,6 +35,7 @@ from kvbm.core.events import PoolStated
 from kvbm.core.ids import InstanceId
 from kvbm.core.policy import Share
 from kvbm.core.stays import StayFold
+from kvbm.core.usage import NewUsageMeter
 from kvbm.engines.vllm.forwards import Touches
 from kvbm.pools.hbm import copy_queue
 from kvbm.pools.hbm.paged import SegmentCopies
@@ -79,6 +80,7 @@ def peer_open_proof(root: bytes, reader_nonce: bytes, owner_nonce: bytes, namesp
 
 Arena: NewArena
 BlockAges: NewAges
+UsageMeter: NewUsageMeter
 LendingServer: NewLendingServer
 PeerTls: native.NewPeerTls
 

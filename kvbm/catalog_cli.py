@@ -67,6 +67,11 @@ def catalog_parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--archive", metavar="DIR", help="as catalog.archive: keep all frames as files there, for kvbm-replay"
     )
+    serve.add_argument(
+        "--history",
+        metavar="DIR",
+        help="as catalog.history: keep a history of the archive there, to be asked below /v1/history",
+    )
     add_settings(serve)
     add_questions(commands)
     gc = add_command(
@@ -289,6 +294,8 @@ def _serve_catalog(arguments: argparse.Namespace) -> int:
 
     if arguments.archive is not None:
         arguments.sets.append(f"catalog.archive={arguments.archive}")
+    if arguments.history is not None:
+        arguments.sets.append(f"catalog.history={arguments.history}")
     HANG_UPS.install()  # as the program has done, where it was started by that
     settings = settings_of(arguments)
     return run_catalog(settings, catalog_companion, Reloads(settings, reads(arguments), catalog_takes, apply_logs))

@@ -1,5 +1,5 @@
-"""What people ask a running catalog on the command line: `kvbm-catalog lookup`, `route`, `who`, `instances` and
-`watch`.
+"""What people ask a running catalog on the command line: `kvbm-catalog lookup`, `route`, `who`, `instances`,
+`usage` and `watch`.
 """
 
 from __future__ import annotations
@@ -7,17 +7,15 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import msgspec
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kvbm.assembly import catalog_clients
+from kvbm.catalog_tables import Listing, print_told
 from kvbm.command_line import Commands, add_command, add_settings, count_between, settings_of
 from kvbm.config import Settings
 from kvbm.core.answers import (
@@ -33,8 +31,10 @@ from kvbm.core.answers import (
     NamespaceSummary,
     RouteAnswer,
 )
+from kvbm.core.clock_times import clock_us
 from kvbm.core.errors import CatalogError, ConfigError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
+from kvbm.core.usage import TIMES_HOW, check_stretch, csv_of, gap_lines, lines_of, parse_time, time_text
 from kvbm.core.watch_events import (
     BlockChange,
     BlockChanges,
@@ -50,19 +50,31 @@ from kvbm.files import read_small
 from kvbm.locate.base import Catalog
 from kvbm.locate.http import CatalogClient
 from kvbm.tenant_secrets import TenantSecrets
-from kvbm.terminal import as_json, plain, say
+from kvbm.terminal import as_json, plain, say, say_csv
 
-_WIDTH = 120  # of tables where standard output is no terminal
 _PROMPT_BYTES = 16 << 20  # of a file with a prompt
 _HASHES = re.compile(r"(?:[0-9a-f]{32})+", re.IGNORECASE)
 _TOKENS = re.compile(r"\d{1,10}")
 _MOST_NAMED = 20  # namespaces in an error
+_SUSPECT = "suspect: may hold more or less"
+_LEFT_OUT = {
+    "silent": "it has the prompt's first block, and no heartbeat of it comes",
+    "stopped": "it had the prompt's first block",
+    "restarted": "it has the prompt's first block, and its new epoch is not read yet",
+    "newer": "it has the prompt's first block, and writes what this catalog cannot read; upgrade the catalog",
+    "stopping": "it is about to stop, and is sent nothing new",
+}
 Ask: TypeAlias = Callable[[argparse.Namespace, Settings, Catalog], None]
 
 _PROMPT_HELP = """the prompt: token ids ("1,2,3"), hashes of its full blocks (32 hex digits each), a file with either,
 or - for standard input"""
 _NAMESPACE_HELP = """its id or the beginning of it, or its model; may be left out where the catalog knows only one. With
 `instances`, ids are in `--namespaces`"""
+
+
+_FROM_HELP = """hours that begin from here on: ISO 8601, in UTC where it says no zone, Unix seconds or a clock time such
+as 13:19 (UTC, the last one there was) (default: 31 days before the end)"""
+_TO_HELP = "hours that begin before (default: now)"
 
 
 class _Prompt(NamedTuple):
@@ -119,6 +131,17 @@ def add_questions(commands: Commands) -> None:
     instances.add_argument("name", metavar="NAME", nargs="?", help="only this one, with all that is known of it")
     instances.add_argument("--namespaces", action="store_true", help="the namespaces, with their ids, instead")
     _add_common(instances)
+    usage = add_command(
+        commands,
+        "usage",
+        "what tenants have used by clock hour: bytes held by tier, blocks put and read, tokens and GPU seconds saved",
+        "kvbm-catalog usage --from 2026-01-01 --to 2026-02-01 --csv",
+    )
+    usage.add_argument("--from", dest="since", type=time_of, metavar="TIME", help=_FROM_HELP)
+    usage.add_argument("--to", dest="until", type=time_of, metavar="TIME", help=_TO_HELP)
+    usage.add_argument("--tenant", action="append", metavar="NAME", help="only this one; may be given several times")
+    usage.add_argument("--csv", action="store_true", help="a line an hour and tenant, as kvbm-replay usage gives it")
+    _add_common(usage)
     watch = add_command(
         commands,
         "watch",
@@ -250,11 +273,34 @@ def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
         watch.close()
 
 
+def _usage(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
+    if not isinstance(client, CatalogClient):
+        raise ConfigError("usage is told by one catalog; give one --url: catalogs of one database have all of it")
+    since, until = (None if text is None else parse_time(text) for text in (arguments.since, arguments.until))
+    check_stretch(since, until)
+    report = client.usage(arguments.since or "", arguments.until or "", arguments.tenant)
+    if arguments.csv:
+        say_csv(csv_of(report.hours))
+        for line in gap_lines(report):
+            say(line, to=sys.stderr)
+    else:
+        _print(arguments, report, lambda: list(lines_of(report)))
+
+
+def time_of(text: str) -> str:
+    """A time that a catalog can be asked about; argparse names the option. Raises ArgumentTypeError."""
+    found = parse_time(text, time.time_ns() // 1_000_000)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no time; {TIMES_HOW}")
+    return text if clock_us(text) is None else time_text(found)
+
+
 _QUESTIONS: dict[str, Ask] = {
     "lookup": _lookup,
     "route": _route,
     "who": _who,
     "instances": _instances,
+    "usage": _usage,
     "watch": _watch,
 }
 QUESTIONS = tuple(_QUESTIONS)
@@ -315,10 +361,7 @@ def _namespace_and_hashes(
         )
     secrets = TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file)
     if namespace.tenant and namespace.tenant not in secrets:
-        raise ConfigError(
-            f"the secret of tenant {namespace.tenant!r} is not in catalog.tenant_secrets or its file, so tokens cannot "
-            "be hashed; give hashes"
-        )
+        raise ConfigError(_no_secret(client, namespace, secrets))
     secret = secrets[namespace.tenant].encode() if namespace.tenant in secrets else b""
     hashes = client.hashes(namespace, secret, prompt.tokens)
     if not hashes:
@@ -326,6 +369,28 @@ def _namespace_and_hashes(
             f"{len(prompt.tokens)} token ids fill no block; a block of this namespace has {namespace.block_tokens}"
         )
     return namespace, hashes
+
+
+def _no_secret(client: Catalog, namespace: Namespace, secrets: TenantSecrets) -> str:
+    """That tokens cannot be hashed for a tenant, what to give, and which namespaces of the model need nothing more."""
+    others = [
+        one
+        for one in client.namespaces()
+        if one.fields.model == namespace.model and (not one.fields.tenant or one.fields.tenant in secrets)
+    ]
+    listed = "; or one of these with --namespace" + _list_of(others) if others else ""
+    return (
+        f"tokens of tenant {namespace.tenant!r} are hashed with its secret, which is not in catalog.tenant_secrets or "
+        "its file; give --set catalog.tenant_secrets_file=FILE, in which stands "
+        f'[tenants.{namespace.tenant}] and below it secret = "…", or give hashes instead of tokens{listed}'
+    )
+
+
+def _list_of(namespaces: Sequence[NamespaceSummary]) -> str:
+    lines = [f"\n  {one.id}  {_named(one)}" for one in namespaces[:_MOST_NAMED]]
+    more = len(namespaces) - len(lines)
+    lines += [f"\n  and {more} more; see `kvbm-catalog instances --namespaces`"] if more else []
+    return f":{''.join(lines)}"
 
 
 def _namespace(client: Catalog, asked: str) -> Namespace | NamespaceId:
@@ -343,8 +408,9 @@ def _namespace(client: Catalog, asked: str) -> Namespace | NamespaceId:
         what = f"{asked!r} may be any of {len(fitting)} namespaces"
     else:
         what = f"the catalog knows {len(known)} namespaces"
-    listed = "".join(f"\n  {one.id}  {_named(one)}" for one in (fitting or known)[:_MOST_NAMED])
-    raise ConfigError(f"{what}; give --namespace with an id{':' if listed else ''}{listed}")
+    choices = fitting or known
+    how = f"; give --namespace with an id of these, or its beginning{_list_of(choices)}" if choices else ""
+    raise ConfigError(f"{what}{how}")
 
 
 def _named(one: NamespaceSummary) -> str:
@@ -359,30 +425,11 @@ def _named(one: NamespaceSummary) -> str:
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def _print(arguments: argparse.Namespace, answer: object, told: Callable[[], Sequence[Table | str]]) -> None:
+def _print(arguments: argparse.Namespace, answer: object, told: Callable[[], Sequence[Listing | str]]) -> None:
     if arguments.json:
         say(as_json(answer))
         return
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, emoji=False, width=max(_WIDTH, console.width))
-    for part in told():
-        console.print(plain(part) if isinstance(part, str) else part, soft_wrap=isinstance(part, str))
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in columns:
-        is_number = name.startswith("#")
-        table.add_column(
-            name.removeprefix("#"), justify="right" if is_number else "left", no_wrap=is_number, overflow="fold"
-        )
-    return table
-
-
-def _add(table: Table, *cells: object) -> None:
-    """A row."""
-    table.add_row(*(Text(plain(str(cell))) for cell in cells))
+    print_told(told())
 
 
 def _tiers(tiers: dict[str, int]) -> str:
@@ -397,20 +444,13 @@ def _missed(missed: MissedAnswer | msgspec.UnsetType) -> list[str]:
     return [] if isinstance(missed, msgspec.UnsetType) else [f"nothing was found: {missed.message}"]
 
 
-def _told_lookup(answer: LookupAnswer) -> list[Table | str]:
-    table = _table("instance", "#blocks", "tiers", "#with its pools", "remark")
+def _told_lookup(answer: LookupAnswer) -> list[Listing | str]:
+    table = Listing("instance", "#blocks", "tiers", "#with its pools", remark="remark")
     for one in answer.instances:
-        _add(
-            table,
-            one.instance,
-            one.depth,
-            _tiers(one.tiers),
-            one.reach,
-            "suspect: may hold more or less" if one.suspect else "",
-        )
+        table.add(one.instance, one.depth, _tiers(one.tiers), one.reach, remark=_SUSPECT if one.suspect else "")
     for pool in answer.pools:
-        _add(table, f"pool {pool.pool}", pool.depth, "OBJECT", "", "")
-    told: list[Table | str] = [f"{answer.blocks} full blocks; the longest prefix held is of {answer.deepest}"]
+        table.add(f"pool {pool.pool}", pool.depth, "OBJECT", "")
+    told: list[Listing | str] = [f"{answer.blocks} full blocks; the longest prefix held is of {answer.deepest}"]
     told += [table] if answer.instances or answer.pools else []
     told += [f"{answer.more} more instances hold some of it; see --limit"] if answer.more else []
     told += [f"left out, because not live: {', '.join(answer.excluded)}"] if answer.excluded else []
@@ -418,73 +458,53 @@ def _told_lookup(answer: LookupAnswer) -> list[Table | str]:
     return told + _view(answer.view_age_s)
 
 
-def _told_route(answer: RouteAnswer) -> list[Table | str]:
-    table = _table(
-        "instance",
-        "#cost s",
-        "#waits",
-        "#computes",
-        "#fetches",
-        "#balance",
-        "#first token s",
-        "#blocks",
-        "#missing tokens",
-        "remark",
-    )
+def _told_route(answer: RouteAnswer) -> list[Listing | str]:
+    names = ("cost s", "waits", "computes", "fetches", "balance", "first token s", "blocks", "missing tokens")
+    table = Listing("instance", *(f"#{name}" for name in names), remark="remark")
     for one in answer.ranked:
         remarks = ["suspect"] if one.suspect else []
         remarks += [] if one.admitted else ["not admitted"]
-        _add(
-            table,
-            one.instance,
-            f"{one.cost_s:.4f}",
-            f"{one.queueing_s:.4f}",
-            f"{one.recompute_s:.4f}",
-            f"{one.fetch_s:.4f}",
-            f"{one.balance_s:.4f}",
-            f"{one.ttft_s:.4f}",
-            one.depth,
-            one.missing_tokens,
-            ", ".join(remarks),
-        )
-    told: list[Table | str] = [
+        seconds = (one.cost_s, one.queueing_s, one.recompute_s, one.fetch_s, one.balance_s, one.ttft_s)
+        numbers = (*(f"{value:.4f}" for value in seconds), one.depth, one.missing_tokens)
+        table.add(one.instance, *numbers, remark=", ".join(remarks))
+    told: list[Listing | str] = [
         f"send it to {answer.instance}" if answer.instance else "no instance is there to serve it",
         table,
     ]
     told += [] if answer.admitted else ["it is not admitted now: refuse it, or ask again later"]
     told += [f"{answer.more} more instances cost more; see --limit"] if answer.more else []
+    told += [f"left out: {name}, {why}: {_LEFT_OUT.get(why, '')}" for name, why in answer.excluded.items()]
     told += _missed(answer.missed)
     return told + _view(answer.view_age_s)
 
 
-def _told_block(answer: BlockAnswer) -> list[Table | str]:
-    table = _table("holder", "kind", "tier", "remark")
+def _told_block(answer: BlockAnswer) -> list[Listing | str]:
+    table = Listing("holder", "kind", "tier", remark="remark")
     for one in answer.holders:
-        _add(table, one.name, one.kind, one.tier, "suspect: may hold more or less" if one.suspect else "")
-    told: list[Table | str] = (
+        table.add(one.name, one.kind, one.tier, remark=_SUSPECT if one.suspect else "")
+    told: list[Listing | str] = (
         [table] if answer.holders else [f"nobody holds block {answer.hash} of namespace {answer.namespace}"]
     )
     told += _missed(answer.missed)
     return told + _view(answer.view_age_s)
 
 
-def _namespace_table(namespaces: Sequence[NamespaceSummary]) -> Table:
-    table = _table("namespace", "fields")
+def _namespace_table(namespaces: Sequence[NamespaceSummary]) -> Listing:
+    table = Listing("namespace", "fields")
     for one in namespaces:
-        _add(table, one.id, _named(one))
+        table.add(one.id, _named(one))
     return table
 
 
-def _instance_table(found: Sequence[InstanceSummary]) -> Table:
+def _instance_table(found: Sequence[InstanceSummary]) -> Listing:
     used = [tier.name for tier in Tier if any(pool.tier == tier.name for one in found for pool in one.pools)]
-    table = _table(
-        "instance", "state", *(f"#{tier} held / slots" for tier in used), "#queued tokens", "#heard s ago", "remark"
-    )
+    held = (f"#{tier} held / slots" for tier in used)
+    table = Listing("instance", "state", *held, "#queued tokens", "#heard s ago", remark="remark")
     for one in found:
         tiers = [_filled(one, tier) for tier in used]
         queued = "" if one.queued_tokens is None else one.queued_tokens
         age = "" if one.heartbeat_age_s is None else f"{one.heartbeat_age_s:.1f}"
-        _add(table, one.instance, one.state, *tiers, queued, age, _remarks(one))
+        table.add(one.instance, one.state, *tiers, queued, age, remark=_remarks(one))
     return table
 
 
@@ -500,20 +520,18 @@ def _remarks(one: InstanceSummary) -> str:
     return "; ".join(words + ([one.trouble] if one.trouble else []))
 
 
-def _all_of(one: InstanceSummary) -> Table:
-    table = _table("field", "value")
+def _all_of(one: InstanceSummary) -> Listing:
+    table = Listing("field", "value")
     for name, value in msgspec.to_builtins(one).items():
         if name == "pools":
             for pool in one.pools:
-                _add(
-                    table,
+                table.add(
                     f"pool {pool.name or pool.tier}",
                     f"{pool.tier}, {pool.held_blocks} of {pool.slots or '?'} blocks of {pool.block_bytes or '?'} "
                     f"bytes, {pool.reach}",
                 )
         elif value not in (None, "", [], {}):
-            _add(
-                table,
+            table.add(
                 name,
                 _tiers(value) if name == "held_blocks" else ", ".join(value) if isinstance(value, list) else value,
             )

@@ -308,10 +308,11 @@ def _add_bench(commands: Commands) -> None:
             "connector",
             "pools",
             "fetch",
+            "page",
             "all",
         ],
         help="which part; pools: NVME, HOST, HBM, metadata, lossless coding of KV; fetch: blocks from another "
-        "instance's memory",
+        "instance's memory; page: the catalog's page in Chromium, which is not of all",
     )
     bench.add_argument(
         "--live",
@@ -335,9 +336,14 @@ def _add_bench(commands: Commands) -> None:
     bench.add_argument(
         "--instances",
         type=_instance_count,
-        default=10_000,
         metavar="N",
-        help="of catalog: how many share a prefix (default 10000)",
+        help="of catalog: how many share a prefix (default 10000); of page: how many there are (default 3000)",
+    )
+    bench.add_argument(
+        "--events",
+        type=_live_count,
+        metavar="N",
+        help="of page: blocks named in events of the archive (default twice --live)",
     )
     bench.add_argument(
         "--dir",
@@ -489,7 +495,7 @@ def _done(arguments: argparse.Namespace) -> int:
             return make_key(arguments)
         case "bench":
             _require_checkout("kvbm bench")
-            from kvbm.bench import BenchOptions, FetchOptions, ObjectsOptions, PoolsOptions, run_bench
+            from kvbm.bench import BenchOptions, FetchOptions, ObjectsOptions, PageOptions, PoolsOptions, run_bench
 
             live = tuple(arguments.live or (1_000_000,))
             samples = arguments.samples or (5 if arguments.what == "pools" else 7)
@@ -502,8 +508,9 @@ def _done(arguments: argparse.Namespace) -> int:
                 samples,
                 arguments.seed,
                 pools,
-                arguments.instances,
+                arguments.instances or 10_000,
                 FetchOptions(arguments.read_mib << 20),
+                PageOptions(arguments.instances or 3000, arguments.events or 0),
             )
             return run_bench(options, arguments.json)
         case "doctor":

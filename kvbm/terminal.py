@@ -41,6 +41,14 @@ def say(*lines: str, to: TextIO | None = None) -> None:
 def say_text(text: str) -> None:
     """Print a text of ours, such as a script for a shell, as it is: no word of others may be in it."""
     sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
+
+
+def say_csv(text: str) -> None:
+    """Print CSV at once: to a file or a pipe as it is, to a terminal as `plain` lines."""
+    if sys.stdout.isatty():
+        say(*text.splitlines())
+        return
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 

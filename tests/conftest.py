@@ -26,7 +26,9 @@ _ENGINES = _TESTS / "engines"
 _SGLANG = _ENGINES / "sglang"
 _PD = _ENGINES / "pd"
 _RDMA = _TESTS / "rdma"
-_REALTIME = ("conformance", "engines", "faults", "integration")
+_WEB = _TESTS / "web"
+_UPGRADE = _TESTS / "upgrade"
+_REALTIME = ("conformance", "engines", "faults", "integration", "upgrade", "web")
 
 # A slow machine is no failure. `make test` draws the same examples each time; with --nightly they are others each time.
 settings.register_profile("gate", deadline=None, derandomize=True)
@@ -129,7 +131,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run also what needs vLLM: `make test-engines-quick`, `make test-engines`",
     )
+    parser.addoption("--web", action="store_true", help="run also what opens the page in Chromium: `make test-web`")
     parser.addoption("--sglang", action="store_true", help="run also what needs SGLang: `make test-sglang`")
+    parser.addoption(
+        "--upgrade", action="store_true", help="run also what upgrades a cluster of two versions: `make test-upgrade`"
+    )
     parser.addoption("--pd", action="store_true", help="run also what needs vLLM and vllm-router: `make test-pd`")
 
 
@@ -141,16 +147,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Without --engines, tests of real engines are not even imported; those of SGLang without --sglang, those of
-    prefillers and decoders without --pd. With it and without an engine they fail.
+    prefillers and decoders without --pd, those of the page without --web, and those of upgrades without --upgrade.
+    With it and without an engine they fail.
 
     Those over RDMA are for `make test-rdma` alone, which runs them in a VM without this file.
     """
     if collection_path == _RDMA:
         return True
-    own = {_SGLANG: "--sglang", _PD: "--pd"}
+    own = {_SGLANG: "--sglang", _PD: "--pd", _WEB: "--web", _UPGRADE: "--upgrade"}
     if collection_path in own:
         return True if not config.getoption(own[collection_path]) else None
-    if collection_path == _ENGINES and not any(map(config.getoption, ("--engines", *own.values()))):
+    if collection_path == _ENGINES and not any(map(config.getoption, ("--engines", "--sglang", "--pd"))):
         return True
     return None
 

@@ -78,7 +78,7 @@ class LedgerInstance:
 
         self._run(send)
 
-    def beat(self, told: Sequence[Namespace] = ()) -> None:
+    def beat(self, told: Sequence[Namespace] = (), trouble: str = "") -> None:
         """One sign of life, which tells what namespaces are."""
         heartbeat = Heartbeat(
             instance=self.name,
@@ -87,6 +87,7 @@ class LedgerInstance:
             published=self.ledger.applied,
             wall_time_ns=time.time_ns(),
             told=tuple(one.canonical() for one in told),
+            trouble=trouble,
         )
         self._run(lambda stream: stream.send_pulse(heartbeat))
 

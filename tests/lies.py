@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import struct
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -31,6 +31,7 @@ from kvbm.core.events import (
     PoolStated,
     ResidenciesListed,
     SnapshotEnded,
+    UsageRecorded,
 )
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
@@ -383,6 +384,22 @@ def started(blob: bytes, length: int | None = None) -> bytes:
     return struct.pack("<BI", 1, len(blob) if length is None else length) + blob
 
 
+def used(
+    flags: int = 0,
+    since_ms: int = 1,
+    until_ms: int = 2,
+    block_bytes: Sequence[int] = (1_000,) * 4,
+    rows: Sequence[bytes] = (),
+    count: int | None = None,
+) -> bytes:
+    head = struct.pack("<BBHQQ4Q", 8, flags, len(rows) if count is None else count, since_ms, until_ms, *block_bytes)
+    return head + b"".join(rows)
+
+
+def used_row(tenant: bytes = b"own", numbers: Sequence[int] = (1,) * 15, name_bytes: int | None = None) -> bytes:
+    return bytes([len(tenant) if name_bytes is None else name_bytes]) + tenant + struct.pack("<15Q", *numbers)
+
+
 EVENTS: dict[type, Callable[..., bytes]] = {
     BlocksCreated: created,
     BlocksMigrated: migrated,
@@ -391,6 +408,7 @@ EVENTS: dict[type, Callable[..., bytes]] = {
     SnapshotEnded: snapshot_ended,
     InstanceStopped: stopped,
     InstanceStarted: started,
+    UsageRecorded: used,
 }
 _RUNS = [HELD[InstanceId("a")], HELD[InstanceId("b")], OF_LIAR[:16] * 4, bytes(64), b"\xff" * 64]
 _SLOT_RUNS = [bytes(16), b"\xff" * 16, struct.pack("<4I", 63, 64, 65, 1 << 31)]
@@ -403,6 +421,9 @@ def event_lies(kind: type) -> Iterator[tuple[str, str, dict[str, Any]]]:
     write = EVENTS[kind]
     if kind is InstanceStarted:
         yield from _start_lies()
+        return
+    if kind is UsageRecorded:
+        yield from _usage_lies()
         return
     for name in inspect.signature(write).parameters:
         for what, forged in _wire_values(kind, name):
@@ -499,6 +520,36 @@ def _start_lies() -> Iterator[tuple[str, str, dict[str, Any]]]:
             f"{epoch}, as the frame has it",
             {"events": [started(blob)], "version": 2, "epoch": epoch, "first_offset": 0, "table": b""},
         )
+
+
+def _usage_lies() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    def of(name: str, what: str, **forged: Any) -> tuple[str, str, dict[str, Any]]:
+        return name, what, {"events": [used(**forged)], "version": 3}
+
+    for number in _OF_LONG:
+        yield of("since_ms", str(number), since_ms=number, until_ms=max(number, 2))
+        yield of("until_ms", str(number), until_ms=number)
+        yield of("block_bytes", str(number), block_bytes=(number,) * 4, rows=[used_row()])
+        yield of("rows", f"{number} in each number", rows=[used_row(numbers=(number,) * 15)])
+    for number in _OF_BYTE:
+        yield of("is_last", f"flags {number}", flags=number)
+    names = (b"", b"a", b"b", b"acme", b"beta", b"\0", b"\xff", b"\xed\xa0\x80", b"\x1b[2J", b"x" * 255)
+    for name in names:
+        yield of("rows", f"tenant {name[:8]!r} of {len(name)}", rows=[used_row(name)])
+    many = [used_row(b"%06d" % number) for number in range(1_025)]
+    for what, rows in (
+        ("twice", [used_row(), used_row()]),
+        ("not in order", [used_row(b"b"), used_row(b"a")]),
+        ("cut", [used_row()[:-1]]),
+        ("of a longer name", [used_row(name_bytes=255)]),
+        ("as many as fit", many[:-1]),
+        ("more than fit", many),
+    ):
+        yield of("rows", what, rows=rows)
+    for count in (0, 1, 2, 1_024, 1_025, (1 << 16) - 1):
+        yield of("rows", f"count {count}", rows=[used_row()], count=count)
+    for version in (1, 2, 4):
+        yield "rows", f"in version {version}", {"events": [used(rows=[used_row()])], "version": version}
 
 
 _NEXT_EPOCH = {"epoch": 2, "first_offset": 0, "table": b""}

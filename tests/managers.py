@@ -37,6 +37,7 @@ from kvbm.manager.record.journal_retention import JournalRetention
 from kvbm.manager.record.offsets import Offsets
 from kvbm.manager.record.prompt_samples import SampleSink
 from kvbm.manager.record.snapshot_policy import SnapshotPolicy
+from kvbm.manager.record.usage_account import UsagePlan
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.pools.base import ObjectPool, PodPool, Proof, SlotPool
 from kvbm.pools.memory import MemoryPool
@@ -101,6 +102,8 @@ def make_manager(
     queue_blocks: int = 8192,
     budgets: Mapping[Tier, WriteBudget] | None = None,
     peers: Peers | None = None,
+    usage: UsagePlan | None = None,
+    wall_clock_ns: Callable[[], int] = time.time_ns,
 ) -> Manager:
     """A manager with memory pools of the given sizes, started unless it is driven by hand."""
     pools = Pools({t: wrap(MemoryPool(t, n, BLOCK_BYTES, NATIVE.checksums)) for t, n in slots.items()}, objects, pod)
@@ -129,6 +132,8 @@ def make_manager(
         ManagerOptions(
             wait_s,
             clock=clock,
+            wall_clock_ns=wall_clock_ns,
+            usage=usage,
             staging=staging,
             retention=retention,
             snapshots=snapshots,

@@ -125,6 +125,7 @@ class Reader:
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(ROOT),
             "COLUMNS": "200",
+            "PYTHONFAULTHANDLER": "1",
         } | _PATIENT
 
     def __enter__(self) -> Reader:
@@ -172,19 +173,25 @@ class Reader:
                     )
                 )
             return
-        done = subprocess.run(
+        with subprocess.Popen(
             command,
             cwd=self._folder,
             env=self._environment,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=WAIT_S,
-            check=False,
-        )
-        self._printed = done.stdout
-        assert done.returncode == 0, (
-            f"{block.place} returned {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            start_new_session=True,
+        ) as running:
+            ended = "returned"
+            try:
+                self._printed, said = running.communicate(timeout=WAIT_S)
+            except subprocess.TimeoutExpired:  # programs in Python say where they are
+                ended = f"was ended after {WAIT_S:g} s, and had"
+                os.killpg(running.pid, signal.SIGABRT)
+                self._printed, said = running.communicate(timeout=WAIT_S)
+        assert running.returncode == 0, (
+            f"{block.place} {ended} {running.returncode}\n{self._printed[-2000:]}\n{said[-4000:]}"
         )
 
 

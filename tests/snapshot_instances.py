@@ -53,13 +53,15 @@ class Instance:
         self.published = self.ledger.applied
         return Position(self.epoch, self.published)
 
-    async def beat(self) -> None:
+    async def beat(self, applied: int = 0) -> None:
+        """A sign of life; with an offset it says how far it has decided."""
         await self.stream.send_pulse(
             Heartbeat(
                 instance=self.name,
                 cluster=self.cluster,
                 epoch=self.epoch,
                 published=self.published,
+                applied=Offset(applied),
                 wall_time_ns=time.time_ns(),
                 run="r1",
                 trouble="journal full: 3 of 4 bytes",

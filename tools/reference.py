@@ -26,12 +26,12 @@ sys.path.insert(0, str(ROOT))
 
 from kvbm import catalog_cli, cli  # noqa: E402
 from kvbm.catalog.answers import prompts, routed  # noqa: E402
-from kvbm.catalog.edge import api, prompt_answers  # noqa: E402
-from kvbm.catalog.edge.api import openapi  # noqa: E402
+from kvbm.catalog.edge import api, instance_detail, prompt_answers  # noqa: E402
 from kvbm.catalog.edge.metrics import ROWS  # noqa: E402
+from kvbm.catalog.edge.routes import openapi  # noqa: E402
 from kvbm.config import ENVIRONMENT_PREFIX, Settings, SourceSettings, TenantSettings, default_lines  # noqa: E402
 from kvbm.config.bounds import Bounds, bounds_of, shown  # noqa: E402
-from kvbm.core import answers  # noqa: E402
+from kvbm.core import answers, overview  # noqa: E402
 from kvbm.engines.vllm import numbers as vllm_numbers  # noqa: E402
 from kvbm.manager.metrics import MANAGER_ROWS  # noqa: E402
 from kvbm.telemetry.metrics import CatalogMetrics  # noqa: E402
@@ -299,7 +299,9 @@ def metrics_page() -> str:
 def http_page() -> str:
     """Every path of the catalog's HTTP side, with its requests, answers and errors."""
     spec = openapi()
-    structs = {name: kind for name, kind in vars(answers).items() if isinstance(kind, type)}
+    structs = {
+        name: kind for module in (answers, overview) for name, kind in vars(module).items() if isinstance(kind, type)
+    }
     schemas = spec["components"]["schemas"]
     parts, used = [], []
     for path, operations in spec["paths"].items():
@@ -339,8 +341,9 @@ def http_page() -> str:
         "The catalog answers JSON over HTTP at `catalog.listen`. It describes itself at `/openapi.json`. Hashes and "
         "ids are 32 hex "
         "digits. Unknown fields of a request are refused. How a router uses it: [Route](../route.md).\n\n"
-        "This page is generated from `kvbm/catalog/edge/api.py`, `prompts.py` and `prompt_answers.py` beside it, and "
-        "`kvbm/core/answers.py`.",
+        "This page is generated from `kvbm/catalog/edge/routes.py`, `api.py`, `prompts.py` and "
+        "`prompt_answers.py` beside it, and "
+        "`kvbm/core/answers.py` and `overview.py`.",
         *parts,
         "## Errors\n\nEvery answer that is not a success has the body [`ErrorAnswer`](#erroranswer): a constant `code` "
         "for programs, a "
@@ -360,7 +363,7 @@ def error_codes() -> list[tuple[str, int, str]]:
     found: dict[str, tuple[int, str]] = {}
     functions = [
         node
-        for module in (api, prompt_answers, prompts, routed)
+        for module in (api, instance_detail, prompt_answers, prompts, routed)
         for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
     ]
     for function in functions:

@@ -7,8 +7,8 @@
 It ends at once, with the line that installs them, where servers are missing that a stage asks for.
 
 What the gate (`make check`) leaves out is here: statistics and measurements, every seed and every meeting of faults,
-other examples of Hypothesis each time, radosgw and Redis, RDMA in VMs, all of the tests with engines, every Python,
-planted defects, free fuzzing.
+other examples of Hypothesis each time, radosgw and Redis, RDMA in VMs, all of the tests with engines, upgrades, every
+Python, planted defects, free fuzzing.
 
 build/report.md has a table of the stages, what failed, and what repeats a stage; build/test-all/STAGE.log what each has
 printed. A stage that was not asked for keeps what its last run told, with the commit and the time of that run. Ends
@@ -43,12 +43,14 @@ STAGES: dict[str, list[str]] = {
     "code": ["--keep-going", "lint", "sizes", "type", "contract", "docs"],
     "native": ["native-test"],
     "tests": ["test"],
+    "web": ["test-web"],
     "triples": ["test-triples"],
     "rdma": ["test-rdma"],
     "engines": ["test-engines"],
     "pd": ["test-pd"],
     "bridge": ["test-bridge"],
     "sglang": ["test-sglang"],
+    "upgrade": ["test-upgrade"],
     "gpu-dry-run": ["gpu-check-dry"],
     "wheels": ["wheels-check"],
     "fuzz": ["fuzz", f"FUZZ_SECONDS={FUZZ_SECONDS}"],
@@ -56,11 +58,13 @@ STAGES: dict[str, list[str]] = {
 }
 PYTEST = {
     "tests": f"--nightly --objects --deselect={TRIPLES}",
+    "web": "--nightly",
     "triples": "",
     "engines": "--nightly",
     "pd": "--nightly",
     "bridge": "--nightly",
     "sglang": "--nightly",
+    "upgrade": "",
 }
 COMMANDS = {  # of a stage, what must be here before it begins: an hour later is too late to be told
     "tests": {
@@ -69,6 +73,7 @@ COMMANDS = {  # of a stage, what must be here before it begins: an hour later is
         "pgbouncer": "pgbouncer",
         "fio": "fio",
     },
+    "web": {"chromium": "chromium", "chromedriver": "chromium-driver"},
     "rdma": {"qemu-system-x86_64": "qemu-system-x86", "busybox": "busybox-static", "kmod": "kmod", "cpio": "cpio"},
 }
 

@@ -35,6 +35,7 @@ TESTS = (
 # Without conftest.py, which wants servers, Hypothesis has the profile that a slow machine does not fail.
 _PYTEST = ("pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "--hypothesis-profile=ci")
 PACKAGES = ("kvbm", "kvbm_ledger")
+WEB = "kvbm/catalog/web"  # files that the catalog serves as they are
 LEFT_OUT = ("kvbm/bench",)  # what measures and compares runs from a checkout
 _LEFT_OUT_COMMANDS = (["bench", "hash"], ["simulate", "--policy", "all"], ["simulate", "--fetch"])
 STABLE_FROM = (3, 12)  # nanobind's stable ABI begins there
@@ -235,7 +236,8 @@ def needed_glibc(wheel: str) -> tuple[int, int]:
 
 
 def check_contents(wheel: Path) -> None:
-    """Check that a wheel holds every module of the packages but those of `LEFT_OUT`, and no other. Raises WheelsError.
+    """Check that a wheel holds every module of the packages but those of `LEFT_OUT`, and no other, and the catalog's
+    page. Raises WheelsError.
 
     Its metadata, the extension, libraries of the system and migrations are not looked at.
     """
@@ -247,6 +249,8 @@ def check_contents(wheel: Path) -> None:
     if measured := sorted(name for name in names if name.startswith(left_out)):
         raise WheelsError(f"{wheel.name} holds {measured[0]}, which wheels leave out: see [tool.scikit-build]")
     found = {name for name in names if name.endswith(".py")}
+    wanted |= {str(path.relative_to(ROOT)) for path in (ROOT / WEB).rglob("*") if path.is_file()}
+    found |= {name for name in names if name.startswith(f"{WEB}/") and not name.endswith("/")}
     for which, others in (("lacks", wanted - found), ("holds, and this checkout does not,", found - wanted)):
         if others:
             raise WheelsError(f"{wheel.name} {which} {', '.join(sorted(others)[:3])}; run: make wheels")

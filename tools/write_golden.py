@@ -34,6 +34,8 @@ from kvbm.core.events import (
     ResidenciesListed,
     SnapshotEnded,
     StopReason,
+    UsageRecorded,
+    UsageRow,
 )
 from kvbm.core.fold import residency_mix
 from kvbm.core.hashing import derived_hashes, sequence_hashes
@@ -200,11 +202,23 @@ def digest_cases() -> list[dict[str, object]]:
     ]
 
 
-def frame(attributes: dict[str, bytes] | None = None) -> Frame:
+USAGE = UsageRecorded(
+    since_ms=1_790_000_000_123,
+    until_ms=1_790_002_800_000,
+    block_bytes=(4096, 0, 4096, 4096),
+    rows=(
+        UsageRow("", (1, 2, 3, 4), (5, 6, 7, 8), (9, 10, 11, 12), 13, 14, 15),
+        UsageRow('äcme, "ltd"\n', (2**64 - 1, 0, 0, 0)),
+    ),
+    is_last=True,
+)
+
+
+def frame(attributes: dict[str, bytes] | None = None, usage: UsageRecorded | None = None) -> Frame:
     """One frame with every kind of event and every optional field there and not there.
 
     Args:
-        attributes: of its InstanceStarted; with any it is of version 2.
+        attributes: of its InstanceStarted; with any it is of version 2. usage: with it, of version 3.
     """
     spaces = (namespace(), namespace("acme"))
     first, second = (space.id for space in spaces)
@@ -252,6 +266,7 @@ def frame(attributes: dict[str, bytes] | None = None) -> Frame:
         ResidenciesListed(namespace=first, tier=Tier.HBM, snapshot=3, hashes=run[:32], slots=pack_slots([5, 6])),
         ResidenciesListed(namespace=second, tier=Tier.HOST, snapshot=2**32 - 1, hashes=run[48:]),
         SnapshotEnded(tier=Tier.HBM, snapshot=3, count=2),
+        *([] if usage is None else [usage]),
         InstanceStopped(reason=StopReason.OVERFLOW),
     )
     return Frame(
@@ -313,8 +328,10 @@ def golden_files() -> dict[str | Path, bytes]:
         "coded_blocks_v1.bin": coded_blocks(),
         "frame_v1.bin": encode_frame(frame()),
         "frame_v1.json": text(plain(frame())),
-        f"frame_v{VERSION}.bin": encode_frame(frame(ATTRIBUTES)),
-        f"frame_v{VERSION}.json": text(plain(frame(ATTRIBUTES))),
+        "frame_v2.bin": encode_frame(frame(ATTRIBUTES)),
+        "frame_v2.json": text(plain(frame(ATTRIBUTES))),
+        f"frame_v{VERSION}.bin": encode_frame(frame(ATTRIBUTES, USAGE)),
+        f"frame_v{VERSION}.json": text(plain(frame(ATTRIBUTES, USAGE))),
         f"object_v{OBJECT_VERSION}.bin": object_bytes(),
     }
 

@@ -104,6 +104,7 @@ def _service_settings(
     companions: tuple[tuple[str, Companion], ...],
     tracing: Tracing | None,
 ) -> ServiceSettings:
+    from kvbm.assembly.history import history_options
     from kvbm.catalog.access.callers import AccessOptions
     from kvbm.catalog.service import ServiceSettings
 
@@ -118,6 +119,7 @@ def _service_settings(
         replicas=settings.nats.replicas,
         liveness_s=settings.catalog.liveness_s,
         forget_s=settings.catalog.forget_s,
+        usage_keep_days=settings.catalog.usage_keep_days,
         used_s=settings.gc.used_s,
         tenant_secrets=settings.catalog.tenant_secrets,
         tenant_secrets_file=settings.catalog.tenant_secrets_file,
@@ -125,6 +127,7 @@ def _service_settings(
         checkpoints=settings.catalog.checkpoints or str(Path(settings.instance.data_dir) / "catalog-checkpoints"),
         checkpoint_every_s=settings.catalog.checkpoint_every_s,
         archive=settings.catalog.archive,
+        history=history_options(settings),
         access=AccessOptions(
             file=settings.catalog.access,
             open=settings.catalog.open,

@@ -12,7 +12,7 @@ import msgspec
 
 from kvbm.assembly.lending import Exchange, open_exchange
 from kvbm.assembly.logs import log_style
-from kvbm.assembly.native import NATIVE_CORE, Core, ages_of
+from kvbm.assembly.native import NATIVE_CORE, NATIVE_METER, Core, ages_of
 from kvbm.assembly.pools import instance_folder, journal_folder, open_pools
 from kvbm.assembly.services import catalog_credentials, erasure_log, make_data_dir, nats_url, stream_credentials
 from kvbm.assembly.start import OnStream, ask_stream, begin_epoch, epoch_in_catalog, kvbm_version
@@ -21,6 +21,7 @@ from kvbm.config import JournalSettings, NvmeSettings, ObjectSettings, Settings,
 from kvbm.core.arguments import check_namespaces
 from kvbm.core.backend import LedgerProtocol
 from kvbm.core.checks import check_plain_int, check_text, kind_of
+from kvbm.core.codec import USAGE_VERSION
 from kvbm.core.errors import (
     ArgumentTypeError,
     ConfigError,
@@ -46,6 +47,7 @@ from kvbm.manager.record.journal_retention import DiskRetention, JournalRetentio
 from kvbm.manager.record.prompt_samples import Samples
 from kvbm.manager.record.publisher_port import Publishing
 from kvbm.manager.record.snapshot_policy import SnapshotPolicy
+from kvbm.manager.record.usage_account import UsagePlan
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.pools.base import ObjectPool
 from kvbm.pools.hbm.paged import PagedTensor
@@ -250,6 +252,7 @@ def _open_manager(
                 ),
                 ages=ages_of(pools.slots),
                 tracing=tracing,
+                usage=_usage_plan(settings),
             ),
         )
         publishing = (
@@ -265,6 +268,12 @@ def _open_manager(
         # Once it is the manager's, that closes it all, but leaves pools to a copy that has not ended.
         manager.start(publishing, [opened.close], disowners, stoppers, taken=whole.pop_all)
         return manager
+
+
+def _usage_plan(settings: Settings) -> UsagePlan | None:
+    if settings.journal.frame_version < USAGE_VERSION:
+        return None
+    return UsagePlan(NATIVE_METER, settings.journal.usage_every_s)
 
 
 def _begin_exchange(

@@ -13,6 +13,7 @@ from kvbm.core.ages import FOLLOWED, BlockAges, NewAges
 from kvbm.core.backend import Backend, LockProtocol, NewFold, NewLedger
 from kvbm.core.ids import Tier
 from kvbm.core.stays import NewStayFold
+from kvbm.core.usage import NewUsageMeter
 from kvbm.pools.base import SlotPool
 from kvbm.pools.hbm.copy_queue import CopyQueue
 from kvbm.pools.hbm.paged import NewSegmentCopies, PagedLayout
@@ -45,6 +46,7 @@ NATIVE_INDEX: NewIndex = _native.ClusterIndex
 NATIVE_MESSAGES: NewMessages = _native.NatsMessages
 NATIVE_AGES: NewAges = _native.BlockAges
 NATIVE_STAYS: NewStayFold = _native.StayHistory
+NATIVE_METER: NewUsageMeter = _native.UsageMeter
 
 
 class Core(NamedTuple):

@@ -30,8 +30,8 @@ class RecordedEvent(NamedTuple):
     Attributes:
         epoch, offset: its place in the instance's stream.
         wall_time_ns: when it was told, as Unix time; many events are told together.
-        event: BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesListed, SnapshotEnded, InstanceStarted or
-            InstanceStopped.
+        event: BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesListed, SnapshotEnded, InstanceStarted,
+            InstanceStopped or UsageRecorded.
     """
 
     instance: InstanceId

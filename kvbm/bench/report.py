@@ -21,6 +21,7 @@ from kvbm.bench.history import bench_history
 from kvbm.bench.index import bench_index
 from kvbm.bench.ledger import bench_ledger
 from kvbm.bench.measure import Found, Row
+from kvbm.bench.page import PageOptions, bench_page
 from kvbm.bench.pools import PoolsOptions, bench_pools
 from kvbm.bench.replay import bench_replay
 from kvbm.progress import Watch
@@ -40,7 +41,7 @@ class BenchOptions(NamedTuple):
         seed: of the workload.
         pools: what `pools` alone needs.
         instances: of the part of `catalog` that has many.
-        fetch: what `fetch` alone needs.
+        fetch, page: what they alone need.
     """
 
     what: str
@@ -51,6 +52,7 @@ class BenchOptions(NamedTuple):
     pools: PoolsOptions = PoolsOptions()
     instances: int = 10_000
     fetch: FetchOptions = FetchOptions()
+    page: PageOptions = PageOptions()
 
 
 _Ratio: TypeAlias = float | UnsetType | None  # unset: not asked for; None: could not be measured here
@@ -97,6 +99,10 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     asof_10m_s: float | None = None
     block_life_s: float | None = None
     changes_5min_s: float | None = None
+    overview_s: float | None = None
+    first_paint_ms: float | None = None
+    slider_step_ms: float | None = None
+    slider_step_worst_ms: float | None = None
     ingest_events_per_s: float | None = None
     http_lookups_per_s: float | None = None
     http_lookup_us_p50: float | None = None
@@ -205,6 +211,11 @@ def _sql(options: BenchOptions) -> Found:
     return bench_sql(max(options.live), options.samples, options.seed)
 
 
+def _page(options: BenchOptions) -> Found:
+    require_modules("kvbm bench page", (*CATALOG_MODULES, "selenium"), "dev")
+    return bench_page(options.samples, options.seed, max(options.live), options.page)
+
+
 BENCHES: dict[str, Bench] = {
     "hash": lambda options: _found(bench_hash(options.samples, options.seed)),
     "codec": lambda options: _found(bench_codec(options.samples, options.seed)),
@@ -220,18 +231,20 @@ BENCHES: dict[str, Bench] = {
     "connector": lambda options: _found(bench_connector(options.samples, options.seed)),
     "pools": lambda options: bench_pools(options.pools, options.samples, options.seed),
     "fetch": lambda options: bench_fetch(options.fetch, options.samples, options.seed),
+    "page": _page,
 }
+ASKED_FOR = frozenset({"page"})  # not of "all": it needs a browser
 
 
 def run_bench(options: BenchOptions, json_path: Path | None) -> int:
     """Measure, print, write. Raises ConfigError: the report cannot be written."""
     check_report_path(json_path)
-    cores = "" if options.what in ("pools", "fetch") else "one core, "
+    cores = "" if options.what in ("pools", "fetch", "page") else "one core, "
     say(_machine(), f"{_build()}; {cores}load average {os.getloadavg()[0]:.1f} at the start")
     rows: list[Row] = []
     numbers: dict[str, float | None] = {}
     notes: list[str] = []
-    for name in BENCHES if options.what == "all" else [options.what]:
+    for name in [one for one in BENCHES if one not in ASKED_FOR] if options.what == "all" else [options.what]:
         say("", name)
         with Watch(name):
             found = BENCHES[name](options)

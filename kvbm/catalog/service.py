@@ -31,6 +31,8 @@ from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.follow.snapshots import ASK_AGAIN_S, SnapshotRequests
 from kvbm.catalog.follow.sql_writer import CLAIMS_EVERY_S, Numbering, SqlWriter, WriterOptions, numbering
 from kvbm.catalog.follow.upkeep import IndexUpkeep
+from kvbm.catalog.follow.usage_retention import keep_usage
+from kvbm.catalog.history.past import HistoryOptions, PastAnswers
 from kvbm.catalog.index.change_log import ChangeLog, RecordedIndex
 from kvbm.catalog.index.cluster_index import ClusterIndex, NewIndex
 from kvbm.catalog.members.downtime import FORGET_S
@@ -70,6 +72,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         listen: host:port; port 0 takes a free one. unix_socket: a path to listen on too; "" for none.
         connect_s: how long NATS and the database have to answer at the start.
         forget_s: an instance that is gone for so long, in time in which a catalog listens, is forgotten.
+        usage_keep_days: for so long SQL keeps what tenants have used.
         replicas: of the streams, if they are made here.
         store_every_s: pause between two transactions.
         used_s: a claim that SQL has is written again where it is newer by more than this.
@@ -80,6 +83,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
             partial.
         checkpoints: folder of the index's checkpoints; "" writes none.
         archive: folder where all frames are kept; "" keeps none.
+        history: what keeps a history of the archive going; None keeps none.
         ask_again_s: between two requests to a suspect instance for a snapshot.
         whole_wait_s: how long readiness waits for live instances to be whole, once the stream was read.
         access: who may ask, and how the catalog knows.
@@ -101,6 +105,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1
     liveness_s: float = LIVENESS_S
     forget_s: float = FORGET_S
+    usage_keep_days: int = 400
     store_every_s: float = 0.1
     used_s: float = 0.0
     claims_every_s: float = CLAIMS_EVERY_S
@@ -111,6 +116,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: str = ""
     checkpoint_every_s: float = 60.0
     archive: str = ""
+    history: HistoryOptions | None = None
     ask_again_s: float = ASK_AGAIN_S
     whole_wait_s: float = 10.0
     access: AccessOptions = AccessOptions()
@@ -144,6 +150,7 @@ class CatalogService:
         forgetting: forgets who is gone for long.
         queries: what it answers. changes, watches: what has changed lately, and who is told. secrets: of tenants, for
             lookups by tokens.
+        past: answers questions about the past; None where no history is kept.
         begun_after: where reading has begun.
         tasks: those that run until it is closed.
     """
@@ -250,6 +257,9 @@ class CatalogService:
         self.archive: Archive | None = None
         if settings.archive:
             self.archive = Archive(Path(settings.archive), stream, settings.cluster, self.degraded, settings.parts)
+        self.past: PastAnswers | None = None
+        if settings.history is not None:
+            self.past = PastAnswers(settings.history, settings.limits, self.degraded)
         self._is_closing = False
 
     @classmethod
@@ -311,6 +321,8 @@ class CatalogService:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.past is not None:
+            await self.past.close()
         self.follower.close()
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
@@ -378,6 +390,7 @@ class CatalogService:
             ("audit", self.upkeep.audit()),
             ("suspicion", self.requests.find_unended()),
             ("forget", self.forgetting.run()),
+            ("usage", keep_usage(self.store, self.settings.usage_keep_days)),
         ):
             self._spawn(name, work)
         for name, work in (("tell", self.sharing.tell()), ("listen", self.sharing.listen())):
@@ -387,6 +400,8 @@ class CatalogService:
         if self.archive is not None:
             self._spawn("archive", self.archive.keep_frames(), is_vital=False)
             self._spawn("samples", self.archive.keep_samples(), is_vital=False)
+        if self.past is not None:
+            self._spawn("history", self.past.keeper.run(), is_vital=False)
         for name, companion in self.settings.companions:
             self._spawn(name, companion(self), is_vital=False)
 

@@ -25,6 +25,7 @@ LOG_NOUNS = (
     "groups",
     "hbm",
     "heartbeat",
+    "history",
     "host",
     "identity",
     "index",

@@ -243,6 +243,10 @@ class JournalSettings(SettingsGroup, frozen=True):
         waiting_bytes: room for events while the journal takes none; beyond it the epoch ends, the engine goes on, and
             another epoch begins when there is room again.
         in_memory: keep it in memory; then nothing outlives the process, and there is no NVME pool.
+        frame_version: the newest version of frames to write: 3 records what tenants use; 2 does not, and is read by
+            catalogs of before. Set it while catalogs are older than engines.
+        usage_every_s: how often what tenants use is recorded, on clock hours: a divisor of 3600. A crash loses what
+            came since.
     """
 
     fsync: Literal["off", "interval", "always"] = "off"
@@ -253,6 +257,8 @@ class JournalSettings(SettingsGroup, frozen=True):
     max_bytes: Amount = 0
     waiting_bytes: Annotated[int, Meta(ge=LEAST_EVENT_BYTES)] = 64 << 20
     in_memory: bool = False
+    frame_version: Literal[2, 3] = 3
+    usage_every_s: Literal[60, 300, 600, 900, 1200, 1800, 3600] = 3600
 
 
 class NatsSettings(SettingsGroup, frozen=True):
@@ -379,6 +385,11 @@ class LimitSettings(SettingsGroup, frozen=True):
         watch_bytes: of recent changes, from which feeds go on; who is further behind is told what it has missed.
         loop_share: of the time that the catalog has for answers, one caller may have this part while others ask; 1: all
             of it.
+        history_processes: that answer questions to the history, one at a time each. history_waiting: questions that
+            wait for one.
+        history_s: a question to the history takes no longer. history_rows: rows of its answer in JSON.
+        history_bytes: memory of a question. history_keeper_bytes: of the process that keeps the history going; it needs
+            about 300 bytes for each block that is held.
     """
 
     sockets: Annotated[int, Meta(ge=16)] = 1024
@@ -397,6 +408,12 @@ class LimitSettings(SettingsGroup, frozen=True):
     watches_per_caller: Count = 128
     watch_bytes: Annotated[int, Meta(ge=1 << 16)] = 16 << 20
     loop_share: Annotated[float, Meta(ge=0.01, le=1)] = 0.5
+    history_processes: Annotated[int, Meta(ge=1, le=64)] = 2
+    history_waiting: Annotated[int, Meta(ge=0, le=10_000)] = 32
+    history_s: Annotated[float, Meta(ge=0.1, le=600)] = 30.0  # files that a question reads stay for so long
+    history_rows: Count = 100_000
+    history_bytes: Annotated[int, Meta(ge=64 << 20)] = 512 << 20
+    history_keeper_bytes: Annotated[int, Meta(ge=512 << 20)] = 4 << 30
 
 
 class TenantSettings(SettingsGroup, frozen=True):
@@ -429,6 +446,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
         liveness_s: an instance not heard for this long is left out of answers.
         forget_s: an instance that has stopped, or is not heard, for this long is forgotten; only time in which a
             catalog listens counts.
+        usage_keep_days: for so many days the database keeps what tenants have used.
         tenant_secrets: tenant → secret, for lookups by tokens on the server's side.
         tenant_secrets_file: the same in a TOML file, which is read anew when it changes, so that secrets can change
             without a restart.
@@ -438,6 +456,8 @@ class CatalogSettings(SettingsGroup, frozen=True):
         checkpoints: folder of the index's checkpoints; "" is one in the data folder.
         checkpoint_every_s: between two checkpoints; one is written at a clean stop too.
         archive: folder where all frames are kept as files for kvbm-replay; "" keeps none.
+        history: folder where a history of the archive is kept, so that the past can be asked below /v1/history; takes
+            `archive` and the extra sql. "" keeps none.
         access: file that says who may ask, written by `kvbm-catalog token`; without one everybody who reaches the port
             is an operator, so the catalog then listens on the loopback alone, unless `open`.
         open: listen beyond the loopback without `access`.
@@ -455,11 +475,13 @@ class CatalogSettings(SettingsGroup, frozen=True):
     database: str = ""
     liveness_s: Seconds = 3.5
     forget_s: Annotated[float, Meta(gt=_STREAM_KEEPS_S, extra={"rule": _FORGET})] = 604_800.0
+    usage_keep_days: Annotated[int, Meta(ge=1, le=36_500)] = 400
     parts: str = ""
     capacity: Count = 100_000_000
     checkpoints: str = ""
     checkpoint_every_s: Seconds = 60.0
     archive: str = ""
+    history: str = ""
     routing: RoutingSettings = RoutingSettings()
     limits: LimitSettings = LimitSettings()
     tenant_secrets: dict[str, str] = {}

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvbm.core.ids import Namespace
+from kvbm.core.usage import UsageGap, UsageHour
 
 MAX_HASHES = 65_536
 MAX_TOKENS = 1 << 20
@@ -534,6 +535,21 @@ class ReadyWord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ready: bool
     reason: str
     parts: str = ""
+
+
+class UsageAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What tenants have used in clock hours, of all instances together.
+
+    Attributes:
+        hours: in the order of time, then of tenants; only where something was used.
+        gaps: times of which instances have recorded nothing, that begin in the whole stretch that was asked for; for
+            callers of all tenants that ask for all, with the first page.
+        next: ask again `from` here for what is left; "" where nothing is.
+    """
+
+    hours: list[UsageHour] = []
+    gaps: list[UsageGap] = []
+    next: str = ""
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):

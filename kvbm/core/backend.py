@@ -15,7 +15,7 @@ import numpy as np
 from kvbm.core.checksum import crc32c, joined_checksums
 from kvbm.core.codec import Frame, FrameBytes, ScannedFrame, decode_frame, encode_frame, scan_frames
 from kvbm.core.errors import FrameError
-from kvbm.core.events import MAX_RUN_BLOCKS, Event, EvictReason, MigrateCause, PoolStated, StopReason
+from kvbm.core.events import MAX_RUN_BLOCKS, Event, EvictReason, MigrateCause, PoolStated, StopReason, UsageRecorded
 from kvbm.core.fold import FoldedFrame, TierBlocks
 from kvbm.core.hashing import derived_hashes, sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
@@ -159,6 +159,7 @@ class LedgerProtocol(Protocol):
     ) -> None: ...
     def restart(self, epoch: Epoch) -> Offset: ...
     def stop(self, reason: StopReason = StopReason.SHUTDOWN) -> None: ...
+    def record_usage(self, usage: UsageRecorded) -> None: ...
     def take_frames(self, instance: InstanceId, wall_time_ns: int) -> list[FrameBytes]: ...
 
     def match(

@@ -5,7 +5,7 @@ be written in two ways are refused.
 
     at  bytes  field
      0      4  magic "KVBM"
-     4      2  version: 2 where an InstanceStarted has attributes, else 1
+     4      2  version: 3 with a UsageRecorded, else 2 where an InstanceStarted has attributes, else 1
      6      1  instance_bytes: length of the instance's name
      7      1  namespace_count
      8      4  frame_bytes: the whole frame, checksum included
@@ -34,6 +34,8 @@ checksum stay where they are, so a reader of before tells a newer frame from a d
     5 ResidenciesListed   u8 namespace, u8 tier, u8 flags (1 slots), u32 snapshot, u32 count, hashes, [slots]
     6 SnapshotEnded       u8 tier, u32 snapshot, u32 count
     7 InstanceStopped     u8 reason
+    8 UsageRecorded       u8 flags (1 last), u16 rows, u64 since_ms, u64 until_ms, 4 times u64 bytes of a block; each
+                          row: u8 length, tenant, 15 times u64: the fields of `UsageRow` in order. Tenants ascend
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ from kvbm.core.events import (
     RunEvent,
     SnapshotEnded,
     StopReason,
+    UsageRecorded,
 )
 from kvbm.core.ids import (
     HASH_BYTES,
@@ -89,9 +92,11 @@ from kvbm.core.ids import (
     SequenceHash,
     Tier,
 )
+from kvbm.core.usage_report import encode_usage, take_usage
 
 MAGIC = b"KVBM"
-VERSION = 2  # the newest that is read
+VERSION = 3  # the newest that is read
+USAGE_VERSION = 3  # from which on there is a UsageRecorded
 MAX_FRAME_BYTES = 1 << 26  # a length beyond this is taken for damage, not for a frame
 MAX_FRAME_NAMESPACES = 255
 FRAME_OVERHEAD_BYTES = 52  # header and checksum, names not counted
@@ -210,6 +215,8 @@ def cut_frames(
 def _estimated_bytes(event: Event) -> int:
     if isinstance(event, RunEvent):
         return 32 + len(event.hashes) + (0 if isinstance(event, BlocksEvicted) else len(event.slots))
+    if isinstance(event, UsageRecorded):
+        return 16 + len(encode_usage(event))
     return 256 * (1 + len(event.namespaces)) if isinstance(event, InstanceStarted) else 16
 
 
@@ -289,6 +296,8 @@ def encode_frame(frame: Frame, checksum: Callable[[bytes], int] = crc32c) -> byt
 
 def _version_of(events: Sequence[Event]) -> int:
     """The lowest version that suffices for these events."""
+    if any(isinstance(event, UsageRecorded) for event in events):
+        return USAGE_VERSION
     return 2 if any(isinstance(event, InstanceStarted) and event.attributes for event in events) else 1
 
 
@@ -327,6 +336,8 @@ def _encode_event(event: Event, namespaces: dict[bytes, int]) -> bytes:
         case InstanceStarted():
             blob = encode_started(event)
             return _STARTED.pack(1, len(blob)) + blob
+        case UsageRecorded():
+            return b"\x08" + encode_usage(event)
         case _:
             assert_never(event)
 
@@ -594,6 +605,8 @@ def _decode_event(reader: _Reader, table: list[bytes]) -> Event:
         case 7:
             _, reason = reader.unpack(_STOPPED)
             return InstanceStopped(reason=_member(reader, StopReason, reason))
+        case 8:
+            return take_usage(reader)
         case _:
             raise reader.malformed(f"event kind {kind} does not exist")
 
@@ -677,6 +690,15 @@ def _refused_attributes(event: InstanceStarted) -> str:
             return f"the name of an attribute has {name_bytes} bytes; it needs 1 to 255"
         size += name_bytes + len(value)
     return f"{size} bytes of attributes; at most {MAX_ATTRIBUTE_BYTES} fit" if size > MAX_ATTRIBUTE_BYTES else ""
+
+
+def decode_usage(report: bytes, at: int) -> UsageRecorded:
+    """The UsageRecorded of a frame at a position; the native codec takes it from here. Raises MalformedFrameError."""
+    reader = _Reader(b"\x08" + report, 0, 0, 1 + len(report))
+    reader.frame_at = at
+    event = take_usage(reader)
+    reader.finish()
+    return event
 
 
 def _decode_migrated(reader: _Reader, table: list[bytes]) -> BlocksMigrated:

@@ -19,7 +19,9 @@ from kvbm.core.events import (
     InstanceStarted,
     InstanceStopped,
     ResidenciesListed,
+    RunEvent,
     SnapshotEnded,
+    UsageRecorded,
 )
 from kvbm.core.ids import HASH_BYTES, Tier, hash_count
 
@@ -42,7 +44,7 @@ FRAME_ROW = np.dtype(
 
 EVENT_ROW = np.dtype(
     [
-        ("kind", "u1"),  # as in the frame: 1 InstanceStarted … 7 InstanceStopped
+        ("kind", "u1"),  # as in the frame: 1 InstanceStarted … 8 UsageRecorded
         ("tier", "u1"),  # for BlocksMigrated the target
         ("source", "u1"),  # of BlocksMigrated: the tier; NO_CODE for an instance, which `other` names
         ("code", "u1"),  # EvictReason, MigrateCause or StopReason
@@ -155,9 +157,11 @@ class _Table:
                 kind, tier, snapshot_, count = 6, event.tier, event.snapshot, event.count
             case InstanceStopped():
                 kind, code, count = 7, event.reason, 0
+            case UsageRecorded():
+                kind, count = 8, 0
             case _:
                 assert_never(event)
-        if not isinstance(event, InstanceStarted | SnapshotEnded | InstanceStopped):
+        if isinstance(event, RunEvent):
             count = hash_count(hashes)
             namespace = self._namespaces.setdefault(event.namespace, len(self._namespaces))
             self._hashes += hashes

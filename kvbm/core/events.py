@@ -19,6 +19,7 @@ MAX_ATTRIBUTE_BYTES = 16 << 10
 MAX_POOLS = 64
 MAX_TOPOLOGY = 64
 MAX_NAMESPACES = 4096  # that one start names
+MAX_USAGE_ROWS = 1024  # of one UsageRecorded
 
 
 class EvictReason(IntEnum):
@@ -165,6 +166,48 @@ class InstanceStopped(msgspec.Struct, frozen=True, kw_only=True):
     reason: StopReason
 
 
+class UsageRow(msgspec.Struct, frozen=True, array_like=True):
+    """What one tenant has used, in whole numbers below 2**64. Each tuple has a number for each `Tier`, in its order.
+
+    Attributes:
+        tenant: at most MAX_NAME_BYTES of UTF-8, without NUL; UNKNOWN: of namespaces that nobody has told of.
+        block_ms: blocks held, times the milliseconds they were; pools of cluster reach left out.
+        put_blocks: blocks that were created in the tier, or offloaded to it.
+        read_blocks: blocks that requests got instead of computing them, by the tier they were in.
+        saved_tokens: of prompts, in all those blocks.
+        unrated_tokens: of these, those that came while the engine had not said how quickly it computes.
+        saved_us: microseconds that computing the others would have taken, at the rate the engine had measured then.
+    """
+
+    tenant: str
+    block_ms: tuple[int, int, int, int] = (0, 0, 0, 0)
+    put_blocks: tuple[int, int, int, int] = (0, 0, 0, 0)
+    read_blocks: tuple[int, int, int, int] = (0, 0, 0, 0)
+    saved_tokens: int = 0
+    unrated_tokens: int = 0
+    saved_us: int = 0
+
+
+class UsageRecorded(msgspec.Struct, frozen=True, kw_only=True):
+    """What tenants have used of an instance from one time to another, which lie in one clock hour.
+
+    It changes nothing that is held. Where the time from one to the next is not covered, what was used in it is lost.
+
+    Attributes:
+        since_ms, until_ms: Unix time in milliseconds, by the instance's clock.
+        block_bytes: bytes of a block, by tier; 0 where there is no pool.
+        rows: by tenant, in the order of their UTF-8, those that have used something; at most MAX_USAGE_ROWS. More are
+            in further events of the same time.
+        is_last: the instance stops cleanly; time that passes until its next start is no hole.
+    """
+
+    since_ms: int
+    until_ms: int
+    block_bytes: tuple[int, int, int, int] = (0, 0, 0, 0)
+    rows: tuple[UsageRow, ...] = ()
+    is_last: bool = False
+
+
 def misplaced(parent: SequenceHash, start: int) -> str:
     """What contradicts itself in the place of a run, in words;
 
@@ -178,7 +221,7 @@ def misplaced(parent: SequenceHash, start: int) -> str:
 
 
 RunEvent = BlocksCreated | BlocksMigrated | BlocksEvicted | ResidenciesListed
-Event = InstanceStarted | RunEvent | SnapshotEnded | InstanceStopped
+Event = InstanceStarted | RunEvent | SnapshotEnded | InstanceStopped | UsageRecorded
 
 JANITOR = "janitor"  # the engine of an instance that serves no prompts
 MAX_RUN_BLOCKS = 1024  # a run is decided under the ledger's lock and must fit a frame, so it stays short

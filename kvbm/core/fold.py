@@ -24,6 +24,7 @@ from kvbm.core.events import (
     PoolStated,
     ResidenciesListed,
     SnapshotEnded,
+    UsageRecorded,
     misplaced,
 )
 from kvbm.core.ids import Epoch, NamespaceId, Reach, SequenceHash, Tier, short, split_hashes, split_slots
@@ -167,6 +168,8 @@ class Residencies:
                 self._end_snapshot(event, delta)
             case InstanceStopped():
                 self._end(delta)
+            case UsageRecorded():
+                pass  # it changes nothing that is held
             case _:
                 assert_never(event)
         return delta

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvbm.core.events import EvictReason, MigrateCause
-from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId
 
 # Why a stay began: a MigrateCause, or one of these. NO_CODE: it is the end of a claim.
 CREATED, LISTED = len(MigrateCause), len(MigrateCause) + 1
@@ -43,6 +43,36 @@ STAY_ROW = np.dtype(
 )
 
 
+TIER_STATE_ROW = np.dtype(
+    [
+        ("listed", "<u8"),  # blocks that its snapshot has listed so far
+        ("snapshot", "<u4"),  # the one last begun
+        ("is_open", "u1"),  # it has begun and not ended
+        ("is_whole", "u1"),  # nothing was missed since a snapshot ended
+        ("is_cluster", "u1"),  # its blocks are claims
+        ("unused", "u1"),
+    ]
+)
+
+
+class StayState(NamedTuple):
+    """Where a fold stands, for another one to go on from.
+
+    Attributes:
+        tiers: TIER_STATE_ROW, a row a tier.
+        namespaces, names: by the rows that name them.
+        lasting: STAY_ROW, as `StayFold.lasting`. snapshots: uint32, of each the one its block was last gained or listed
+            in.
+    """
+
+    epoch: Epoch
+    tiers: np.ndarray
+    namespaces: tuple[NamespaceId, ...]
+    names: tuple[InstanceId, ...]
+    lasting: np.ndarray
+    snapshots: np.ndarray
+
+
 class StayFold(Protocol):
     """What reading a log offline needs of `reference.history.StayHistory`, and what its native twin offers."""
 
@@ -55,6 +85,8 @@ class StayFold(Protocol):
     def take_ended(self) -> np.ndarray: ...
     def lasting(self) -> np.ndarray: ...
     def count(self) -> int: ...
+    def state(self) -> StayState: ...
+    def resume(self, state: StayState) -> None: ...
 
 
 NewStayFold = Callable[[], StayFold]

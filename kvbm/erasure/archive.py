@@ -1,15 +1,20 @@
-"""Takes frames and samples out of an archive's files. A file that has none of them stays as it is."""
+"""Takes frames, usage and samples out of an archive's files. A file that has none of them stays as it is."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from kvbm.catalog.follow.archive import PART
-from kvbm.core.codec import MAGIC, Frame, decode_frame, decode_header
+from kvbm.core.codec import MAGIC, Frame, decode_frame, decode_header, encode_frame
 from kvbm.core.errors import FrameError
+from kvbm.core.events import Event, UsageRecorded
+from kvbm.core.ids import Offset
 from kvbm.files import open_plain, read_plain
 from kvbm.streams.access_samples import encode_sample, read_samples
 from kvbm.streams.base import AccessSample
@@ -20,18 +25,23 @@ _MOST_BYTES = 256 << 20  # of a file of frames, which is about 64 MiB long
 
 
 class Meant(NamedTuple):
-    """Which frames and samples go."""
+    """What goes: frames, samples, and of what tenants have used the rows of some tenants.
+
+    Attributes:
+        number: of the erasure.
+    """
 
     frame: Callable[[Frame], bool]
     sample: Callable[[AccessSample], bool]
+    tenant: Callable[[str], bool]
     number: int
 
 
 def rewrite_frames(path: Path, meant: Meant) -> int:
     """Take frames out of a file of whole frames and fences, and say so in their place; gives how many.
 
-    What is damaged goes, too, for nobody knows what it names, and so does what no archive has written that far into a
-    file.
+    What other tenants have used stays, in frames of its own. What is damaged goes, too, for nobody knows what it names,
+    and so does what no archive has written that far into a file.
 
     Raises: OSError: the folder refuses; the file is as it was.
     """
@@ -53,11 +63,12 @@ def rewrite_frames(path: Path, meant: Meant) -> int:
             taken_out += 1
             at = _next(whole, at + 1)
             continue
-        if meant.frame(frame):
-            taken_out += 1
-            kept.append(memoryview(encode_erased(_in_its_place(frame, meant.number))))
-        else:
+        left = _left_of(frame, meant)
+        if left is None:
             kept.append(piece)
+        else:
+            taken_out += 1
+            kept += map(memoryview, left)
         at += header.frame_bytes
     if taken_out:
         _put(path, kept)
@@ -73,15 +84,43 @@ def _record_at(data: memoryview, at: int) -> int:
     return 0
 
 
-def _in_its_place(frame: Frame, number: int) -> ErasedRecord:
-    return ErasedRecord(
-        instance=frame.instance,
-        epoch=frame.epoch,
-        first_offset=frame.first_offset,
-        event_count=len(frame.events),
-        wall_time_ns=frame.wall_time_ns,
-        number=number,
-    )
+def _left_of(frame: Frame, meant: Meant) -> list[bytes] | None:
+    """What takes the place of a frame; None: it stays."""
+    events = tuple(_without(event, meant) if isinstance(event, UsageRecorded) else event for event in frame.events)
+    if meant.frame(frame):
+        return list(_apart(frame, events, meant.number))
+    if all(one is other for one, other in zip(events, frame.events, strict=True)):
+        return None
+    return [encode_frame(msgspec.structs.replace(frame, events=events))]
+
+
+def _without(event: UsageRecorded, meant: Meant) -> UsageRecorded:
+    """An event without the rows of the tenants that are meant; the same where it has none."""
+    rows = tuple(row for row in event.rows if not meant.tenant(row.tenant))
+    return event if len(rows) == len(event.rows) else msgspec.structs.replace(event, rows=rows)
+
+
+def _apart(frame: Frame, events: Iterable[Event], number: int) -> Iterator[bytes]:
+    """A frame that goes: records in the place of its events, but for those that say what others have used.
+
+    Nobody checks the digest of those: what the instance holds is not known there, until it lists it.
+    """
+    at = frame.first_offset
+    for is_usage, run in groupby(events, key=lambda event: isinstance(event, UsageRecorded)):
+        those = tuple(run)
+        if is_usage:
+            yield encode_frame(msgspec.structs.replace(frame, first_offset=at, events=those))
+        else:
+            record = ErasedRecord(
+                instance=frame.instance,
+                epoch=frame.epoch,
+                first_offset=at,
+                event_count=len(those),
+                wall_time_ns=frame.wall_time_ns,
+                number=number,
+            )
+            yield encode_erased(record)
+        at = Offset(at + len(those))
 
 
 def rewrite_samples(path: Path, meant: Meant) -> int:

@@ -191,6 +191,7 @@ class CatalogErasures:
             *names,
             *["checkpoints"][: self._service.checkpointer is not None],
             *["archive"][: self._service.archive is not None],
+            *["history"][: self._service.past is not None],
         ]
 
     async def _meant(self, matcher: Matcher) -> set[NamespaceId]:
@@ -242,7 +243,8 @@ class CatalogErasures:
         service = self._service
         places = []
         if matcher.is_whole:
-            tenants = [one for one in await sql_erasure.quota_tenants(service.store.engine) if matcher.tenant(one)]
+            tenants = [one for one in await sql_erasure.named_tenants(service.store.engine) if matcher.tenant(one)]
+            service.sequencer.usage.forget(matcher.tenant)
             service.sequencer.forget_namespaces(meant)
             for namespace in meant:
                 service.index.forget_namespace(namespace)
@@ -259,6 +261,9 @@ class CatalogErasures:
                 partial(rewrite_frames, meant=gone), partial(rewrite_samples, meant=gone)
             )
             places.append(ErasedPlace(name="archive", erased=f"{taken_out} frames and samples"))
+        if service.past is not None:
+            await service.past.erase()
+            places.append(ErasedPlace(name="history", erased="all of it; it is made anew of the archive"))
         if service.checkpointer is not None:
             if not await service.checkpointer.write_alone():
                 raise CatalogError(f"no new checkpoint: {service.degraded}")
@@ -284,7 +289,7 @@ def _meant_by(matcher: Matcher, number: int) -> Meant:
     def sample(found: AccessSample) -> bool:
         return matcher.namespace(found.namespace) and matcher.any(found.hashes)
 
-    return Meant(frame, sample, number)
+    return Meant(frame, sample, matcher.tenant, number)
 
 
 async def _answers(connected: CatalogErasureLog) -> list[Answer]:

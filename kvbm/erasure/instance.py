@@ -3,7 +3,8 @@
 For each erasure, in this order:
 
 1. It notes which blocks it holds that are meant. Blocks that come later are new use, and are left alone.
-2. It withdraws them from its tiers by ordinary events. Pinned ones too: their slots stay with their requests.
+2. It withdraws them from its tiers by ordinary events. Pinned ones too: their slots stay with their requests. What
+   their tenant has used is recorded no more.
 3. It fills every slot with zeros that is free, in HBM, HOST and NVME, and waits until each other slot was free once or
    holds another block.
 4. It has what is held listed again, and once the stream has that, it deletes what the journal had before, history
@@ -55,6 +56,7 @@ class Erasable(Protocol):
     def drop_samples(self) -> None: ...
     def unclaim(self, hashes: bytes) -> None: ...
     def unname(self, namespaces: Iterable[NamespaceId]) -> None: ...
+    def erase_usage(self, number: int, is_meant: Callable[[str], bool]) -> None: ...
     def wipe(self, tier: Tier, dirty: set[int]) -> Wiped: ...
     def mark(self) -> Position: ...
     def ask_snapshot(self) -> None: ...
@@ -159,6 +161,8 @@ class InstanceErasures:
             if self._instance.is_over:
                 return
             self._withdraw(job)
+            if job.erasure.tenant:  # until it is done: what was withdrawn counts as held until its frame is cut
+                self._instance.erase_usage(number, job.matcher.tenant)
             self._wipe(job)
             if self._is_clean(job) and self._is_out_of_journal(job):
                 self._done.add(number, self._now_ns())

@@ -4,7 +4,7 @@ names them no more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -145,6 +145,10 @@ class ErasableManager:
         with self._stream.lock:
             for namespace in namespaces:
                 self._parts.used.forget(namespace)
+
+    def erase_usage(self, number: int, is_meant: Callable[[str], bool]) -> None:
+        """What tenants that an erasure means have used until now is recorded no more."""
+        self._stream.erase_usage(number, is_meant)
 
     # -- the bytes ----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Takes namespaces, tenants and claims out of the catalog's database, and their bytes out of its files."""
+"""Takes namespaces, tenants, their usage and claims out of the catalog's database, and their bytes out of its files."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from kvbm.catalog.sql import tables
 from kvbm.catalog.sql.database import database_errors, shown
+from kvbm.catalog.sql.usage import erase_usage
 from kvbm.core.errors import CatalogError
 from kvbm.core.ids import NamespaceId
 
-_NAMING: tuple[Table, ...] = (tables.namespaces, tables.tenants)  # small, and with words in them
+_NAMING: tuple[Table, ...] = (tables.namespaces, tables.tenants, tables.usage)  # with words in them
 _CLAIMS = tables.object_claims  # may have very many rows, of ids and hashes
 _ROWS = 500  # named in one statement
 
@@ -67,6 +68,7 @@ async def erase_rows(engine: AsyncEngine, namespaces: Sequence[NamespaceId], ten
                     deleted += (
                         await connection.execute(delete(tables.tenants).where(and_(tables.tenants.c.name == name)))
                     ).rowcount
+                    deleted += await erase_usage(connection, name)
         if not is_sqlite:
             await _rewrite(engine)
             return deleted
@@ -113,8 +115,9 @@ async def _say(connection: Any, statement: str) -> None:
         raise CatalogError(f"the database refuses {statement} ({error})") from error
 
 
-async def quota_tenants(engine: AsyncEngine) -> list[str]:
-    """The tenants that have a row of their own. Raises CatalogError: the database does not answer."""
+async def named_tenants(engine: AsyncEngine) -> list[str]:
+    """The tenants that have a row of their own, or of usage. Raises CatalogError: the database does not answer."""
+    asked = select(tables.tenants.c.name).union(select(tables.usage.c.tenant))
     with database_errors(f"{shown(engine.url)} does not answer"):
         async with engine.connect() as connection:
-            return [str(row[0]) for row in await connection.execute(select(tables.tenants.c.name))]
+            return [str(row[0]) for row in await connection.execute(asked)]

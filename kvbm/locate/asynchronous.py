@@ -26,6 +26,7 @@ from kvbm.core.backend import SequenceHashes
 from kvbm.core.errors import CatalogClosedError
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
+from kvbm.core.usage import UsageReport
 from kvbm.locate.async_transport import AsyncTransport
 from kvbm.locate.base import Catalog
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
@@ -197,6 +198,10 @@ class AsyncCatalogClient(AsyncCatalog):
     def hashes(self, namespace: Namespace, secret: bytes, tokens: Sequence[int] | np.ndarray) -> bytes:
         """As `CatalogClient.hashes`: nobody is asked."""
         return self._questions.hashes(namespace, secret, tokens)
+
+    async def usage(self, since: str = "", until: str = "", tenants: Sequence[str] | None = None) -> UsageReport:
+        """As `CatalogClient.usage`."""
+        return await self._ask(self._questions.usage, since, until, tenants)
 
     async def wait_ready(self, timeout_s: float = 30.0) -> None:
         """Wait until the catalog answers and is ready. Raises CatalogError: it is not in time; says why."""

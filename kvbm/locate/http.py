@@ -16,6 +16,7 @@ from kvbm.core.answers import (
     MAX_HASHES,
     MAX_INPUT_TOKENS,
     MAX_PEERS,
+    MAX_POSITIONS,
     BlockAnswer,
     CandidateLoad,
     ErrorAnswer,
@@ -35,6 +36,7 @@ from kvbm.core.answers import (
     RouteAnswer,
     RouteRequest,
     SnapshotAnswer,
+    UsageAnswer,
 )
 from kvbm.core.arguments import check_run, check_seconds, checked_hash
 from kvbm.core.backend import SequenceHashes
@@ -47,7 +49,7 @@ from kvbm.core.errors import (
     LayoutError,
 )
 from kvbm.core.hashing import sequence_hashes
-from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
+from kvbm.core.ids import HASH_BYTES, MAX_NAME_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.prompt_batches import PromptBatch
 from kvbm.core.questions import (
     LATENCIES,
@@ -65,6 +67,7 @@ from kvbm.core.questions import (
     named,
 )
 from kvbm.core.token_questions import TokenQuestions
+from kvbm.core.usage import UsageGap, UsageHour, UsageReport, parse_time
 from kvbm.core.watch_events import MAX_WATCHED_HASHES, WatchRequest
 from kvbm.locate.checkpoint import CHECKPOINT_QUIET_S, fetch_checkpoint
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
@@ -416,6 +419,33 @@ class CatalogClient(TokenQuestions):
             more = left > 0 and bool(entries)
         return found
 
+    def usage(self, since: str = "", until: str = "", tenants: Sequence[str] | None = None) -> UsageReport:
+        """What tenants have used, by clock hour, as far as the caller may know. Over HTTP.
+
+        Args:
+            since, until: of hours that begin within them: ISO 8601 or Unix seconds; "" for 31 days until now.
+            tenants: only of these; None: of all.
+        """
+        words = [f"from={_time(since, 'since')}"] if since != "" else []
+        words += [f"to={_time(until, 'until')}"] if until != "" else []
+        if tenants is not None:
+            named_tenants = _tenants(tenants)
+            words += [f"tenant={quote(tenant, safe='')}" for tenant in named_tenants]
+            if not named_tenants:
+                return UsageReport()
+        if isinstance(self._transport, NatsTransport):
+            self._over_http()  # says why not
+        hours: list[UsageHour] = []
+        gaps: list[UsageGap] = []
+        following: list[str] = []
+        while True:
+            answer = self._get(f"/v1/usage?{'&'.join(words + following)}", UsageAnswer)
+            hours += answer.hours
+            gaps += answer.gaps
+            if not answer.next:
+                return UsageReport(hours=tuple(hours), gaps=tuple(gaps))
+            following = [f"next={quote(answer.next, safe='')}"]
+
     def ready(self) -> ReadyAnswer:
         """Whether the catalog's answers are complete, and what does not work."""
         status, body = self._transport.send(CatalogRequest("GET", "/readyz"), self._timeout_s)
@@ -508,6 +538,24 @@ class CatalogClient(TokenQuestions):
         return CatalogRefusedError(
             f"the catalog at {self.url} refuses: {error.message}; {error.what_to_do}", status, error.code
         )
+
+
+def _time(text: str, name: str) -> str:
+    """A time as a part of a URL. Raises ArgumentError: it is none."""
+    check_text(text, name)
+    if parse_time(text) is None:
+        raise ArgumentValueError(name, f"is {text[:80]!r}; give ISO 8601, or Unix seconds")
+    return quote(text, safe="")
+
+
+def _tenants(tenants: Sequence[str]) -> list[str]:
+    """Raises ArgumentError: it is no list of names."""
+    names = list(checked_list(tenants, "tenants"))
+    if len(names) > MAX_POSITIONS:
+        raise ArgumentValueError("tenants", f"has {len(names)} names; give at most {MAX_POSITIONS}")
+    for name in names:
+        check_text(name, "tenants", MAX_NAME_BYTES)
+    return names
 
 
 def _question(

@@ -67,6 +67,7 @@ from kvbm.manager.record.ledger_stream import LedgerStream
 from kvbm.manager.record.offsets import Offsets
 from kvbm.manager.record.prompt_samples import Sampled
 from kvbm.manager.record.publisher_port import PublisherPort, Publishing
+from kvbm.manager.record.usage_account import UsageAccount
 from kvbm.manager.recovery.salvage import Salvage
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.manager.spans import asked_values
@@ -155,7 +156,8 @@ class BlockManager:
         self._disowners: list[Callable[[], None]] = []
         self._tracing = options.tracing
 
-        self._stream = LedgerStream(instance, ledger, options.wall_clock_ns, options.lock)
+        usage = None if options.usage is None else UsageAccount(options.usage, ledger.pools, self._revisioned)
+        self._stream = LedgerStream(instance, ledger, options.wall_clock_ns, options.lock, usage)
         self._lock = self._stream.lock
         self._offsets = options.offsets or Offsets()
         self._offsets.begin_epoch(ledger.epoch, ledger.applied)
@@ -423,10 +425,13 @@ class BlockManager:
             running_requests: requests being decoded.
             prefill_tokens_per_s, queue_tokens_per_s: as `LoadMeter` measures them; a catalog believes them within 4
                 times what it expects. Blocks that would take longer to read than to compute, by the first, are
-                computed.
+                computed; what tenants save is counted in seconds by it.
         Raises: ArgumentError: a number that cannot be used.
         """
-        self._loads.load = _checked_load(queued_tokens, running_requests, prefill_tokens_per_s, queue_tokens_per_s)
+        load = _checked_load(queued_tokens, running_requests, prefill_tokens_per_s, queue_tokens_per_s)
+        self._loads.load = load
+        if self._stream.usage is not None:
+            self._stream.usage.prefill_tokens_per_s = load.prefill_tokens_per_s
 
     # -- one turn at a time, for whoever has no threads ----------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from kvbm.manager.record.journal_retention import JournalRetention
 from kvbm.manager.record.offsets import Offsets
 from kvbm.manager.record.prompt_samples import SampleSink
 from kvbm.manager.record.snapshot_policy import SnapshotPolicy
+from kvbm.manager.record.usage_account import UsagePlan
 from kvbm.manager.recovery.salvage import SalvagePlan
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 
@@ -44,6 +45,7 @@ class ManagerOptions(NamedTuple):
         revisioned: which namespaces may use tiers that outlive the process or are shared; None: all.
         salvage: what NVME holds that is to be brought back.
         lock: around the ledger; None: a `threading.Lock`.
+        usage: how what tenants use is recorded; None: it is not.
         ages: follows what is recorded; None: nobody counts how old blocks become.
         tracing: makes spans of requests and copies; None: nobody wants them.
         unused: names of such tiers that are configured, to say what is not used for the others.
@@ -70,3 +72,4 @@ class ManagerOptions(NamedTuple):
     lock: LockProtocol | None = None
     ages: BlockAges | None = None
     tracing: Tracing | None = None
+    usage: UsagePlan | None = None

@@ -41,8 +41,10 @@ from kvbm.core.events import (
     InstanceStopped,
     PoolStated,
     ResidenciesListed,
+    RunEvent,
     SnapshotEnded,
     StopReason,
+    UsageRecorded,
 )
 from kvbm.core.fold import residency_mix
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Reach, SequenceHash, Tier, split_hashes
@@ -230,7 +232,8 @@ class ReferenceIndex:
         started: InstanceStarted | None = None
         stopped: StopReason | None = None
         claims: list[Claims] = []
-        for event in frame.events[skip:]:
+        usages: list[tuple[int, UsageRecorded]] = []
+        for number, event in enumerate(frame.events[skip:], skip):
             match event:
                 case InstanceStarted():
                     started = event
@@ -254,9 +257,11 @@ class ReferenceIndex:
                     self._withdraw(instance, event.tier, event.namespace, event.hashes, claims)
                 case ResidenciesListed():
                     self._state(instance, event, claims)
-            if not isinstance(event, InstanceStarted | InstanceStopped | SnapshotEnded):
+                case UsageRecorded():
+                    usages.append((number, event))
+            if isinstance(event, RunEvent):
                 blocks += len(split_hashes(event.hashes))
-        return Applied(len(frame.events[skip:]), blocks, started, stopped, claims)
+        return Applied(len(frame.events[skip:]), blocks, started, stopped, claims, usages)
 
     def apply_plain(self, messages: list[tuple[int, bytes]], places: list[StreamPlace]) -> PlainApplied:
         """As `ClusterIndex.apply_plain`."""

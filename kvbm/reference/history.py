@@ -23,9 +23,21 @@ from kvbm.core.events import (
     ResidenciesListed,
     SnapshotEnded,
 )
-from kvbm.core.fold import Change, Delta, Residencies
+from kvbm.core.fold import Change, Delta, Held, Residencies
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, SequenceHash, Tier, split_hashes
-from kvbm.core.stays import CLAIMED, CREATED, LASTING, LISTED, MOVED, REPLACED, RESTARTED, STAY_ROW, UNLISTED
+from kvbm.core.stays import (
+    CLAIMED,
+    CREATED,
+    LASTING,
+    LISTED,
+    MOVED,
+    REPLACED,
+    RESTARTED,
+    STAY_ROW,
+    TIER_STATE_ROW,
+    UNLISTED,
+    StayState,
+)
 
 
 class StayHistory:
@@ -82,6 +94,27 @@ class StayHistory:
     def count(self) -> int:
         """How many last."""
         return self._fold.count()
+
+    def state(self) -> StayState:
+        """Where it stands: another one, given it, goes on as this one would. What has ended and was not taken is not
+        in it.
+        """
+        return StayState(
+            self._fold.epoch,
+            self._fold.tier_states(),
+            self.namespaces,
+            self.names,
+            self.lasting(),
+            np.array([held.snapshot for tier in Tier for held in self._fold.held[tier].values()], dtype="<u4"),
+        )
+
+    def resume(self, state: StayState) -> None:
+        """Go on where another one stood; once, before anything else."""
+        self._namespaces = {one: row for row, one in enumerate(state.namespaces)}
+        self._names = {one: row for row, one in enumerate(state.names)}
+        self._fold.resume(state)
+        for row in state.lasting:
+            self._stays[Tier(int(row["tier"])), SequenceHash(row["hash"].tobytes())] = row.copy()
 
     def begun(self, change: Change) -> None:
         """A residency was gained."""
@@ -178,6 +211,38 @@ class _Watched(Residencies):
     def __init__(self, history: StayHistory) -> None:
         super().__init__(strict=False)
         self._history = history
+        self._clusters: dict[Tier, bool] = {}  # of an epoch whose start another one has read
+
+    def is_cluster(self, tier: Tier) -> bool:
+        return self._clusters.get(tier, super().is_cluster(tier))
+
+    def _begin(self, event: InstanceStarted, delta: Delta) -> None:
+        super()._begin(event, delta)
+        self._clusters.clear()
+
+    def tier_states(self) -> np.ndarray:
+        """TIER_STATE_ROW, a row a tier."""
+        return np.array(
+            [
+                (self._listed[one], self._snapshots[one], self._open[one], self._whole[one], self.is_cluster(one), 0)
+                for one in Tier
+            ],
+            dtype=TIER_STATE_ROW,
+        )
+
+    def resume(self, state: StayState) -> None:
+        """See `StayHistory.resume`."""
+        self.epoch = state.epoch
+        for tier, row in zip(Tier, state.tiers, strict=True):
+            self._listed[tier], self._snapshots[tier] = int(row["listed"]), int(row["snapshot"])
+            self._open[tier], self._whole[tier] = bool(row["is_open"]), bool(row["is_whole"])
+            self._clusters[tier] = bool(row["is_cluster"])
+        for stay, snapshot in zip(state.lasting, state.snapshots, strict=True):
+            tier, block = Tier(int(stay["tier"])), SequenceHash(stay["hash"].tobytes())
+            slot = None if stay["slot"] == NO_SLOT else int(stay["slot"])
+            self.held[tier][block] = Held(state.namespaces[stay["namespace"]], slot, int(snapshot))
+            if slot is not None:
+                self._occupied[tier][slot] = block
 
     def _gain(self, tier: Tier, block: SequenceHash, namespace: NamespaceId, slot: int | None, delta: Delta) -> None:
         super()._gain(tier, block, namespace, slot, delta)

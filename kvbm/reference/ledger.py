@@ -38,6 +38,7 @@ from kvbm.core.events import (
     MigrateCause,
     PoolStated,
     StopReason,
+    UsageRecorded,
     misplaced,
 )
 from kvbm.core.fold import Delta, Held
@@ -204,6 +205,13 @@ class Ledger:
         """
         if not self.overflowed:
             self._recorder.record(InstanceStopped(reason=reason), counted=False)  # its room is always kept
+
+    def record_usage(self, usage: UsageRecorded) -> None:
+        """Record what tenants have used. It changes nothing that is held.
+
+        Raises: LayoutError: it does not encode. IllegalEventError: the epoch has not begun, or is over.
+        """
+        self._recorder.record(usage)
 
     def take_frames(self, instance: InstanceId, wall_time_ns: int) -> list[FrameBytes]:
         """The events recorded since the last call, cut into frames; [] when there are none.

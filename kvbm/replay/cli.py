@@ -5,28 +5,26 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO
-
-import msgspec
+from typing import NamedTuple
 
 from kvbm.catalog.index.cluster_index import NewIndex
 from kvbm.core.ages import NewAges
 from kvbm.core.backend import Backend, NewFold
+from kvbm.core.clock_times import clock_us
 from kvbm.core.errors import KvbmError
+from kvbm.core.ids import HASH_BYTES
 from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.core.stays import NewStayFold
-from kvbm.files import FILE_MODE
+from kvbm.core.usage import TIMES_HOW, UsageReport, check_stretch, csv_of, gap_lines, parse_time
 from kvbm.progress import allow_bars
-from kvbm.replay.cat import cat
+from kvbm.replay.cat import cat, followed
 from kvbm.replay.compare_catalog import AskCatalog, CatalogComparison
 from kvbm.replay.diff import diff
 from kvbm.replay.export import DecodeColumns, export
-from kvbm.replay.findings import ReplayFinding, exit_code
+from kvbm.replay.findings import exit_code
 from kvbm.replay.format import END, parse_at
-from kvbm.replay.history import HistoryManifest
 from kvbm.replay.history_cli import (
     HistoryParts,
     add_arguments,
@@ -36,21 +34,23 @@ from kvbm.replay.history_cli import (
     run_tenants,
     run_why,
 )
+from kvbm.replay.history_manifest import HistoryManifest
 from kvbm.replay.opening import OPEN, open_source
+from kvbm.replay.output import MOST_FINDINGS, check_found, check_json, end, listed, opened, write
 from kvbm.replay.progress import watched
 from kvbm.replay.serve import MAX_SPEED, OpenStream, serve
 from kvbm.replay.source import ARCHIVE_SUFFIX, FrameSource, SourceError
 from kvbm.replay.stat import stats_of
-from kvbm.replay.state import states_at
+from kvbm.replay.state import last_us, states_at
+from kvbm.replay.usage import UsageStretch, usage_of
 from kvbm.replay.verify import verify
 from kvbm.replay.whatif import POLICIES, ComputeCost, ReadTrace, read_accesses, what_if
 from kvbm.replay.whatif_states import what_if_states
 from kvbm.shells import SHELLS, completion
 from kvbm.streams.nats.credentials import Credentials
-from kvbm.terminal import as_json, plain, say, say_error, say_text
+from kvbm.terminal import say_csv, say_error, say_text
 
 _LONGEST_S = 1e6
-_MOST_FINDINGS = 100  # in words; JSON has them all
 _CLUSTER = "local"
 _CAPACITY = 1_000_000_000  # of a rebuilt index: all there is
 _SOURCES = """\
@@ -62,7 +62,6 @@ SOURCE is one of
   the live stream         nats://127.0.0.1:4222   (read up to where it ends now)
 """
 _QUESTIONS = {"why": run_why, "changes": run_changes, "tenants": run_tenants, "sql": run_sql}
-_BEGINNINGS = (b'{\n  "source": ', b'{\n  "a": ', b'{"instance":')  # of what --json writes
 _ENDS = "\nIt returns 0 when all is well, 1 with findings, 2 when the input cannot be used.\n"
 
 
@@ -77,7 +76,8 @@ class _Command(NamedTuple):
 _COMMANDS = {
     "cat": _Command(
         "one line an event, as they lie: instance, e<epoch>+<offset>, time, event",
-        "kvbm-replay cat incident.kvbm --instance engine-1 --limit 20\n  kvbm-replay cat /archive --json | jq .event",
+        "kvbm-replay cat incident.kvbm --instance engine-1 --limit 20\n  kvbm-replay cat /archive --json | jq .event\n"
+        "  kvbm-replay cat nats://127.0.0.1:4222 --hash 5cf0eca7 --follow",
     ),
     "stat": _Command(
         "epochs, frames, events, blocks and bytes of each instance",
@@ -132,6 +132,11 @@ _COMMANDS = {
     "tenants": _Command(
         "whose blocks fill which tier, at the end or at a time",
         "kvbm-replay tenants /archive --at 12:00\n  kvbm-replay tenants today --json",
+    ),
+    "usage": _Command(
+        "what tenants have used by clock hour: bytes held by tier, blocks put and read, tokens and GPU seconds saved",
+        "kvbm-replay usage /archive --from 2026-01-01 --to 2026-02-01 --csv\n"
+        "  kvbm-replay usage /archive --tenant acme --json -",
     ),
     "sql": _Command(
         "ask in SQL (DuckDB): history, residencies, events, instances, namespaces, tenants, pools, holes, "
@@ -190,7 +195,7 @@ def main(argv: Sequence[str], parts: Parts) -> int:
     if getattr(arguments, "reference", False) and parts.readable is not None:
         parts = parts.readable()._replace(ask=parts.ask, read_trace=parts.read_trace, credentials=parts.credentials)
     try:
-        _check_json(arguments.json)
+        check_json(arguments.json)
         return _RUN[arguments.command](arguments, parts)
     except KvbmError as error:
         say_error("kvbm-replay", error)
@@ -230,6 +235,12 @@ def replay_parser(version: str) -> argparse.ArgumentParser:
         )
         _add_common(command, name)
     made["cat"].add_argument("--limit", type=_count, metavar="N", help="stop after N events")
+    made["cat"].add_argument(
+        "--hash", type=_digits, metavar="HASH", help="only events of blocks whose hash begins so: 8 digits or more"
+    )
+    made["cat"].add_argument(
+        "--follow", action="store_true", help="go on with what comes, until it is interrupted or --limit is reached"
+    )
     made["state"].add_argument(
         "--at",
         metavar="TIME|OFFSET",
@@ -246,6 +257,7 @@ def replay_parser(version: str) -> argparse.ArgumentParser:
     made["export"].add_argument("--blocks", action="store_true", help="one row a block instead of one row an event")
     _add_whatif(made["whatif"])
     add_arguments(made)
+    _add_usage(made["usage"])
     _add_serve(made["serve"])
     scripts = commands.add_parser(
         "completion",
@@ -369,6 +381,25 @@ def _add_whatif(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_usage(command: argparse.ArgumentParser) -> None:
+    times = (
+        "ISO 8601, in UTC where it says no zone, Unix seconds or a clock time such as 13:19 (UTC, the last one the log "
+        "reaches)"
+    )
+    command.add_argument(
+        "--from",
+        dest="since",
+        type=_time_text,
+        metavar="TIME",
+        help=f"hours that begin from here on: {times} (default: all of the log)",
+    )
+    command.add_argument(
+        "--to", dest="until", type=_time_text, metavar="TIME", help="hours that begin before (default: all of the log)"
+    )
+    command.add_argument("--tenant", action="append", metavar="NAME", help="only this one; may be given several times")
+    command.add_argument("--csv", action="store_true", help="a line an hour and tenant, as kvbm-catalog usage gives it")
+
+
 def _add_serve(command: argparse.ArgumentParser) -> None:
     command.add_argument("--to", required=True, metavar="URL", help="nats://… of the test cluster")
     command.add_argument(
@@ -413,11 +444,26 @@ def _speed(text: str) -> float:
     return MAX_SPEED if text == "max" else _amount(text)
 
 
+def _time_text(text: str) -> str:
+    """Raises ArgumentTypeError: it is no time."""
+    if parse_time(text) is None and clock_us(text) is None:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no time; {TIMES_HOW}")
+    return text
+
+
 def _count(text: str) -> int:
     """A whole number from 0 on; argparse names the option. Raises ArgumentTypeError."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no count; give a whole number, 0 or more")
     return int(text)
+
+
+def _digits(text: str) -> str:
+    """The beginning of a hash, in lower case; argparse names the option. Raises ArgumentTypeError."""
+    digits = text.lower().removeprefix("0x")
+    if not 8 <= len(digits) <= 2 * HASH_BYTES or digits.strip("0123456789abcdef"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no hash; give 8 to {2 * HASH_BYTES} hexadecimal digits")
+    return digits
 
 
 def _positive(text: str) -> int:
@@ -454,21 +500,32 @@ def _names(text: str, known: Collection[str]) -> list[str]:
 
 
 def _cat(arguments: argparse.Namespace, parts: Parts) -> int:
-    source = _source(arguments, parts)
-    located = watched(source.read(parts.backend), source)
-    with _opened(arguments.json) as file:
-        out, is_json = file or sys.stdout, file is not None
-        findings, notes = cat(located, out, is_json, parts.backend.decode_frame, arguments.instance, arguments.limit)
-    return _end(findings, notes)
+    if arguments.follow:
+        located = followed(lambda: _source(arguments, parts), parts.backend)
+    else:
+        source = _source(arguments, parts)
+        located = watched(source.read(parts.backend), source)
+    with opened(arguments.json) as file:
+        findings, notes = cat(
+            located,
+            file or sys.stdout,
+            file is not None,
+            parts.backend.decode_frame,
+            arguments.instance,
+            arguments.limit,
+            arguments.hash or "",
+            arguments.follow,
+        )
+    return end(findings, notes)
 
 
 def _stat(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
     stats = stats_of(source, parts.backend, parts.fold, parts.new_ages, arguments.instance, located)
-    _check_found(arguments.instance, stats.instances)
-    _write(arguments.json, stats, stats.lines())
-    return _end(stats.findings, stats.notes)
+    check_found(arguments.instance, stats.instances)
+    write(arguments.json, stats, stats.lines())
+    return end(stats.findings, stats.notes)
 
 
 def _state(arguments: argparse.Namespace, parts: Parts) -> int:
@@ -476,10 +533,10 @@ def _state(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
     states = states_at(source, at, parts.backend, parts.fold, arguments.instance, arguments.blocks, located)
-    _check_found(arguments.instance, states.instances)
+    check_found(arguments.instance, states.instances)
     lists = arguments.json is None  # else the file has the blocks
-    _write(arguments.json, states, (line for state in states.instances for line in state.lines(lists)))
-    return _end(states.findings, states.notes)
+    write(arguments.json, states, (line for state in states.instances for line in state.lines(lists)))
+    return end(states.findings, states.notes)
 
 
 def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
@@ -493,12 +550,12 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
     located = watched(source.read(parts.backend), source)
     verified = verify(source, parts.backend, parts.fold, arguments.instance, located, against)
     if not verified.instances and not verified.findings:
-        _check_found(arguments.instance, [])
-    lines = [*verified.notes, f"{verified.verdict()} ({verified.fold} fold)", *_listed(verified.findings)]
+        check_found(arguments.instance, [])
+    lines = [*verified.notes, f"{verified.verdict()} ({verified.fold} fold)", *listed(verified.findings)]
     asked = verified.catalog
     if asked is not None:
-        lines += [*asked.notes, asked.verdict(), *(f"  {one.sentence()}" for one in asked.differences[:_MOST_FINDINGS])]
-    _write(arguments.json, verified, lines)
+        lines += [*asked.notes, asked.verdict(), *(f"  {one.sentence()}" for one in asked.differences[:MOST_FINDINGS])]
+    write(arguments.json, verified, lines)
     code = exit_code(verified.findings)
     return 1 if asked is not None and (asked.differences or not asked.compared) else code
 
@@ -506,7 +563,7 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
 def _diff(arguments: argparse.Namespace, parts: Parts) -> int:
     a, b = (_open(name, arguments, parts) for name in (arguments.a, arguments.b))
     report = diff(a, b, parts.backend, arguments.instance)
-    _write(arguments.json, report, report.lines())
+    write(arguments.json, report, report.lines())
     return 1 if report.divergences else 0
 
 
@@ -530,8 +587,8 @@ def _rebuild(arguments: argparse.Namespace, parts: Parts) -> int:
         is_own_stream=is_own_stream,
     )
     report = rebuild(source, options, parts.backend, parts.new_index, connect)
-    _write(arguments.json, report, report.lines())
-    return _end(report.findings, report.notes) or (1 if report.suspect else 0)
+    write(arguments.json, report, report.lines())
+    return end(report.findings, report.notes) or (1 if report.suspect else 0)
 
 
 def _export(arguments: argparse.Namespace, parts: Parts) -> int:
@@ -540,8 +597,32 @@ def _export(arguments: argparse.Namespace, parts: Parts) -> int:
     report = export(
         source, arguments.target, parts.backend, parts.decode_columns, arguments.instance, arguments.blocks, located
     )
-    _write(arguments.json, report, report.lines())
-    return _end(report.findings, report.notes)
+    write(arguments.json, report, report.lines())
+    return end(report.findings, report.notes)
+
+
+def _usage(arguments: argparse.Namespace, parts: Parts) -> int:
+    if arguments.csv and arguments.json is not None:
+        raise SourceError("--csv and --json: give one of them")
+    source = _source(arguments, parts)
+    located = watched(source.read(parts.backend), source)
+    stretch = _usage_stretch(arguments, parts)
+    report = usage_of(source, parts.backend, stretch, arguments.instance, located)
+    if arguments.csv:
+        say_csv(csv_of(report.hours))
+        return end(report.findings, [*report.notes, *gap_lines(UsageReport(gaps=report.gaps))])
+    write(arguments.json, report, report.lines())
+    return end(report.findings, report.notes)
+
+
+def _usage_stretch(arguments: argparse.Namespace, parts: Parts) -> UsageStretch:
+    """Of which hours. A time of day is the last one the log reaches: it is read once before, to see where it ends."""
+    asked = {"since_ms": arguments.since, "until_ms": arguments.until}
+    has_clock = any(text is not None and parse_time(text) is None for text in asked.values())
+    end_us = last_us(_source(arguments, parts), parts.backend, arguments.instance) if has_clock else 0
+    since, until = (None if text is None else parse_time(text, end_us // 1000) for text in asked.values())
+    check_stretch(since, until)
+    return UsageStretch(since_ms=since, until_ms=until, tenants=arguments.tenant)
 
 
 def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
@@ -550,11 +631,11 @@ def _whatif(arguments: argparse.Namespace, parts: Parts) -> int:
     accesses = read_accesses(arguments.source, parts.read_trace or (lambda path: ()), arguments.block_tokens)
     if arguments.states:
         found = what_if_states(accesses, arguments.states, arguments.capacity, arguments.state_slots)
-        _write(arguments.json, found, found.lines())
+        write(arguments.json, found, found.lines())
         return 0
     cost = ComputeCost(arguments.prefill_rate, arguments.attention_doubles)
     report = what_if(accesses, arguments.policy, arguments.capacity, arguments.tiers, cost)
-    _write(arguments.json, report, report.lines())
+    write(arguments.json, report, report.lines())
     return 0
 
 
@@ -572,17 +653,17 @@ def _serve(arguments: argparse.Namespace, parts: Parts) -> int:
         arguments.anyway,
         arguments.instance,
     )
-    _write(arguments.json, report, report.lines())
-    return _end(report.findings, report.notes)
+    write(arguments.json, report, report.lines())
+    return end(report.findings, report.notes)
 
 
 def _history_command(
     run: Callable[[argparse.Namespace, HistoryParts], HistoryManifest],
 ) -> Callable[[argparse.Namespace, Parts], int]:
     def command(arguments: argparse.Namespace, parts: Parts) -> int:
-        taken = HistoryParts(parts.backend, parts.new_stays, lambda: _source(arguments, parts), _write)
+        taken = HistoryParts(parts.backend, parts.new_stays, lambda: _source(arguments, parts), write)
         history = run(arguments, taken)
-        return _end(history.findings, history.notes)
+        return end(history.findings, history.notes)
 
     return command
 
@@ -592,6 +673,7 @@ _RUN: dict[str, Callable[[argparse.Namespace, Parts], int]] = {
     "history": _history_command(run_history),
     **{name: _history_command(run) for name, run in _QUESTIONS.items()},
     "stat": _stat,
+    "usage": _usage,
     "state": _state,
     "verify": _verify,
     "diff": _diff,
@@ -624,72 +706,3 @@ def _connect(url: str, arguments: argparse.Namespace, parts: Parts, makes: bool)
 
     credentials = _credentials(arguments, parts)
     return lambda: NatsStream.connect(url, arguments.timeout, credentials=credentials, makes=makes)
-
-
-# -- words ------------------------------------------------------------------------------------------------------------
-
-
-def _check_found(instance: str | None, found: Sequence[object]) -> None:
-    if instance is not None and not found:
-        raise SourceError(f"no frame of instance {instance!r} is there; kvbm-replay stat lists the instances")
-
-
-def _check_json(name: str | None) -> None:
-    """Refuse to write over what is no JSON of this command's. Raises SourceError."""
-    if name is None or name == "-" or not os.path.isfile(name):
-        return  # _opened says what is wrong with it; a device or a pipe holds nothing
-    try:
-        with open(name, "rb") as file:
-            head = file.read(max(map(len, _BEGINNINGS)))
-    except OSError as error:
-        raise SourceError(
-            f"--json {name} cannot be read ({error.strerror}), and is there already; give another file"
-        ) from None
-    if head and not head.startswith(_BEGINNINGS):
-        raise SourceError(
-            f"--json {name} is there already and was not written by kvbm-replay: it stays as it is; give another file, "
-            "or remove it"
-        )
-
-
-@contextmanager
-def _opened(name: str | None) -> Iterator[TextIO | None]:
-    """The file JSON goes to, if any. Raises SourceError: it cannot be written."""
-    if name is None or name == "-":
-        yield sys.stdout if name else None
-        return
-    try:
-        file = open(  # noqa: SIM115 - closed below; a device or a pipe is as good
-            name, "w", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, FILE_MODE)
-        )
-    except OSError as error:
-        raise SourceError(
-            f"--json {name} cannot be written ({error.strerror}); give a file in a folder that is there"
-        ) from None
-    with file:
-        yield file
-
-
-def _write(name: str | None, report: msgspec.Struct, lines: Iterable[str]) -> None:
-    with _opened(name) as file:
-        if file is not None:
-            file.write(as_json(report, indent=2) + "\n")
-    if name != "-":
-        sys.stdout.writelines(f"{plain(line)}\n" for line in lines)
-    sys.stdout.flush()
-
-
-def _listed(findings: Sequence[ReplayFinding]) -> Iterator[str]:
-    for finding in findings[:_MOST_FINDINGS]:
-        yield f"  {finding.sentence()}"
-    if len(findings) > _MOST_FINDINGS:
-        yield f"  … and {len(findings) - _MOST_FINDINGS:,} more; --json FILE has them all"
-
-
-def _end(findings: Sequence[ReplayFinding], notes: Sequence[str]) -> int:
-    """Say what was met on the way; the exit code is that of the findings."""
-    for note in notes:
-        say(f"kvbm-replay: {note}", to=sys.stderr)
-    for line in _listed(findings):
-        say(f"kvbm-replay:{line[1:]}", to=sys.stderr)
-    return exit_code(findings)

@@ -86,6 +86,8 @@ class Compared(msgspec.Struct, kw_only=True):
     def verdict(self) -> str:
         """In one line."""
         what = f"{counted(self.compared, 'instance')} at equal offsets, {counted(self.blocks, 'block')}"
+        if self.compared and not self.blocks:
+            what += " (blocks are looked up one by one where a live instance holds some at the log's end: none does)"
         if self.differences:
             return f"DIFFERENT: the catalog at {self.url} in {counted(len(self.differences), 'way')}; compared {what}"
         if not self.compared:

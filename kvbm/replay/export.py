@@ -41,8 +41,9 @@ _KINDS = (
     "ResidenciesListed",
     "SnapshotEnded",
     "InstanceStopped",
+    "UsageRecorded",
 )
-_CREATED, _MIGRATED, _EVICTED, _LISTED, _ENDED, _STOPPED = range(2, 8)
+_CREATED, _MIGRATED, _EVICTED, _LISTED, _ENDED, _STOPPED, _USAGE = range(2, 9)
 _TIERS = tuple(tier.name for tier in Tier)
 _CAUSES = tuple(cause.name.lower() for cause in MigrateCause)
 _EVICT_REASONS = tuple(reason.name.lower() for reason in EvictReason)
@@ -325,7 +326,7 @@ class _EventTables(_Tables):
         blocks = arrow.ListArray.from_arrays(arrow.array(ends), self._hashes(columns.hashes))
         has_slots = np.repeat(events["has_slots"] != 0, counts)
         slots = arrow.ListArray.from_arrays(arrow.array(ends), arrow.array(columns.slots, mask=~has_slots))
-        counted = (events["kind"] != 1) & (events["kind"] != _STOPPED)
+        counted = ~np.isin(events["kind"], (1, _STOPPED, _USAGE))
         last = [arrow.array(events["count"], mask=~counted), blocks, slots]
         return arrow.Table.from_arrays([*self._common(columns, events), *last], schema=self.schema)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, time, timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any, NamedTuple, assert_never
 
+from kvbm.core.clock_times import clock_us, last_at
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import (
@@ -18,14 +19,13 @@ from kvbm.core.events import (
     InstanceStopped,
     ResidenciesListed,
     SnapshotEnded,
+    UsageRecorded,
 )
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, Offset, Tier, short, split_hashes, split_slots
 
 _UNIX_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
 _FIRST_UNIX_S = 1_000_000_000  # a whole number from here on is a time, below an offset
-_DAY_US = 86_400_000_000
 _PLACE = re.compile(r"e([0-9]+)\+([0-9]+)")
-_CLOCK = re.compile(r"([0-9]{1,2}:[0-9]{2}(?::[0-9]{2}(?:[.,][0-9]+)?)?)(Z|[+-][0-9]{2}(?::?[0-9]{2})?)?")
 _HOW = (
     "write 2026-01-31T12:00:00Z, a clock time such as 13:19 or 13:19:05 (UTC), Unix seconds, e3+4711 "
     "(epoch+offset), or 4711 "
@@ -51,8 +51,7 @@ class At(NamedTuple):
         """A time of day as the last such moment up to a time; anything else as it is."""
         if self.clock_us is None:
             return self
-        time_us = last_us - last_us % _DAY_US + self.clock_us
-        return At(time_us=time_us if time_us <= last_us else time_us - _DAY_US)
+        return At(time_us=last_at(self.clock_us, last_us))
 
 
 END = At()
@@ -79,17 +78,12 @@ def parse_at(text: str, option: str = "--at") -> At:
 
 def _clock_us(text: str, option: str) -> int:
     """A time of day after midnight UTC. Raises ConfigError: no clock shows it."""
-    found = _CLOCK.fullmatch(text)
-    try:
-        if found is None:
-            raise ValueError
-        moment = time.fromisoformat(("0" if found[1][1] == ":" else "") + text)
-    except ValueError:
+    found = clock_us(text)
+    if found is None:
         epoch, _, offset = text.partition(":")
         meant = f"; for offset {offset} of epoch {epoch} write e{epoch}+{offset}" if offset.isdecimal() else ""
-        raise ConfigError(f"{option} {text!r} is no time of day{meant}; else {_HOW}") from None
-    since = datetime.combine(_UNIX_BEGIN, moment, moment.tzinfo or UTC) - _UNIX_BEGIN
-    return since // timedelta(microseconds=1) % _DAY_US
+        raise ConfigError(f"{option} {text!r} is no time of day{meant}; else {_HOW}")
+    return found
 
 
 def place_text(epoch: int, offset: int) -> str:
@@ -140,6 +134,10 @@ def event_text(event: Event) -> str:
             return f"SnapshotEnded {event.tier.name} snapshot {event.snapshot} of {counted(event.count, 'block')}"
         case InstanceStopped():
             return f"InstanceStopped {event.reason.name.lower()}"
+        case UsageRecorded():
+            since, until = (time_text(ms * 1_000_000) for ms in (event.since_ms, event.until_ms))
+            last = ", the last" if event.is_last else ""
+            return f"UsageRecorded {since} to {until} of {counted(len(event.rows), 'tenant')}{last}"
         case _:
             assert_never(event)
 

@@ -1,15 +1,21 @@
 """History files: the stays of a source as Parquet, in the order of their blocks, so that any moment and the life of any
 block is a question of SQL. `sql.py` asks them.
 
-A folder has history.json, which says what all of it is of and names a folder beside it, `data-…`, with
+A folder has history.json (`history_manifest.py`), which says what all of it is of and names a folder beside it,
+`data-…`, and the files in it that count:
 
-    residencies-00000.parquet …   one row a stay of a block in a tier, by block and time; claims on the cluster's pools
-    instances.parquet             one row an epoch of an instance
-    namespaces.parquet            one row a namespace
-    holes.parquet                 one row a hole in the log
+    N-stays-00000.parquet …       one row a stay of a block in a tier that has ended, by block and time; claims on the
+                                  cluster's pools. What one writing has ended is a run; runs of like size become one
+    N-counts, N-marks             of a run: blocks gained and lost in tiers by time (`history_counts.py`)
+    N-lasting-00000.parquet …     stays that last
+    N-instances.parquet           one row an epoch of an instance
+    N-namespaces.parquet          one row a namespace
+    N-holes.parquet               one row a hole in the log
+    N-state.bin                   where reading goes on from (`history_state.py`)
 
-A newer history is written beside an older one and takes its place in one step; who reads the older one goes on with it,
-for it is removed only by the one after the next.
+N is the number of the writing. A history goes on where it ended, when its source still has what was read; else it is
+made anew beside the older one. Either way history.json is replaced in one step at the end. Files that are needed no
+more stay for a while, for who has the history open; what a killed writer has left goes with the next writing.
 
 Rows are spilled to files by the first byte of their block, each of which is then sorted by itself: memory is bounded by
 the largest.
@@ -19,73 +25,62 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from kvbm.core.backend import Backend
-from kvbm.core.columns import NO_CODE, NO_ROW, NO_SLOT
 from kvbm.core.errors import MissingExtraError
-from kvbm.core.events import PoolStated
-from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId, Tier
-from kvbm.core.stays import BEGINS, CLAIMED, ENDS, LASTING, STAY_ROW, NewStayFold
-from kvbm.files import alone, make_folder, replace_file, write_new
-from kvbm.replay.findings import ReplayFinding
+from kvbm.core.ids import InstanceId
+from kvbm.core.stays import LASTING, NewStayFold
+from kvbm.files import alone, replace_file, write_new
 from kvbm.replay.format import counted, time_text
-from kvbm.replay.source import FrameSource, Located, SourceError
-from kvbm.replay.stays import EventHole, Incarnation, SourceStays, StayRows
+from kvbm.replay.history_counts import StayCounts, read_counts, summed, write_counts
+from kvbm.replay.history_manifest import (
+    DATA,
+    MANIFEST,
+    UNDONE,
+    HistoryFile,
+    HistoryManifest,
+    HistoryRun,
+    HistoryTail,
+    Retired,
+    check_files,
+    read_manifest,
+    written,
+)
+from kvbm.replay.history_state import read_state, write_state
+from kvbm.replay.history_tables import LIFE_ROW, Life, StayWords, Tables
+from kvbm.replay.merging import merged
+from kvbm.replay.source import FileSource, FrameSource, Located, SourceChangedError, SourceError, only
+from kvbm.replay.spills import Spills, joined
+from kvbm.replay.stays import SourceStays, StayRows, Told
 
-VERSION = 1
-MANIFEST = "history.json"
-RESIDENCIES = "residencies"
-_DATA = "data-"
+GROUP_ROWS = 16 << 10  # of a row group, which is what a question for one block reads
+KEEP_RETIRED_S = 600.0  # a question to a catalog takes no longer: `limits.history_s`
 _FILE_ROWS = 4 << 20  # of a Parquet file, or one spill more
-_GROUP_ROWS = 16 << 10  # of a row group, which is what a question for one block reads
-_MANY_WORDS = 64  # of a dictionary, which each row group has anew: from here on only those it uses
-_INT64 = (1 << 63) - 1
-_TIERS = tuple(tier.name for tier in Tier)
-_HEX = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), dtype=np.uint8).reshape(256, 2)
-_Result = TypeVar("_Result")
+_RUN_RATIO = 4  # a run takes in one before it that has at most so many times its rows
+_T = TypeVar("_T")
+Watch = Callable[[Iterable[Located], FrameSource], Iterable[Located]]
 
 
-class HistoryManifest(msgspec.Struct, kw_only=True):
-    """What was written.
+class Maker(NamedTuple):
+    """What makes histories.
 
     Attributes:
-        source: as the user gave it.
-        version: of the files.
-        data: the folder they are in, below the one given. before: that of the history this one has taken the place of.
-        until: the latest time in it, ISO 8601; "" where there is none.
-        stays: rows of residencies, those that last and claims among them. lasting: of those.
-        bytes: of the files.
+        backend, new_fold: native, or the readable specification of the same.
+        watch: what was read passes through it.
     """
 
-    source: str
-    version: int = VERSION
-    data: str = ""
-    before: str = ""
-    until: str = ""
-    stays: int = 0
-    lasting: int = 0
-    instances: int = 0
-    namespaces: int = 0
-    holes: int = 0
-    bytes: int = 0
-    findings: list[ReplayFinding] = []
-    notes: list[str] = []
-
-    def lines(self) -> Iterator[str]:
-        """For people."""
-        yield (
-            f"history: {counted(self.stays, 'stay')} of blocks, {self.lasting:,} of which last, in "
-            f"{counted(self.instances, 'epoch')} of instances, {counted(self.holes, 'hole')}, "
-            f"{counted(self.bytes, 'byte')}; up to {self.until or 'nothing'}"
-        )
+    backend: Backend
+    new_fold: NewStayFold
+    watch: Watch = lambda located, source: located
 
 
 def write_history(
@@ -94,407 +89,386 @@ def write_history(
     backend: Backend,
     new_fold: NewStayFold,
     instance: str | None = None,
-    located: Iterable[Located] | None = None,
+    watch: Watch = lambda located, source: located,
+    anew: bool = False,
 ) -> HistoryManifest:
-    """Make the history of a source.
+    """Make the history of a source, or have an older one go on.
 
     Args:
         folder: a new or empty one, or one with an older history.
         instance: only this one.
-        located: what was read from the source, where somebody watches it pass.
+        anew: from the beginning in any case.
     Raises: SourceError: the folder is of something else, or cannot be written; nothing of the instance is there.
         MissingExtraError.
     """
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise MissingExtraError("the Parquet library (pyarrow)", "parquet") from None
-    guarded = _Guard(folder)
-    guarded(lambda: _check_ours(folder))
-    is_new = not folder.exists()
-    guarded(lambda: make_folder(folder))
-    data = Path(guarded(lambda: tempfile.mkdtemp(prefix=_DATA, dir=folder)))
-    is_done = False
-    try:
-        history = _Writer(pyarrow, data, guarded).write(source, backend, new_fold, instance, located)
-        if instance is not None and not history.instances:
-            raise SourceError(f"no frame of instance {instance!r} is there; kvbm-replay stat lists the instances")
-        history.data = data.name
-        guarded(lambda: _take_place(folder, history))
-        is_done = True
-    finally:
-        if not is_done:
-            shutil.rmtree(data, ignore_errors=True)
-            if is_new:
-                with suppress(OSError):
-                    folder.rmdir()
-    return history
+    with HistoryWriter(folder, Maker(backend, new_fold, watch), instance) as writer:
+        return writer.write(source, anew)
 
 
-def read_manifest(folder: Path) -> HistoryManifest:
-    """What a folder's history is of. Raises SourceError: there is none, or of a newer version."""
-    try:
-        data = (folder / MANIFEST).read_bytes()
-        version = msgspec.json.decode(data, type=_Version).version
-        if version > VERSION:
-            raise SourceError(f"{folder} was made by a newer kvbm (history {version}, not {VERSION}); make it anew")
-        found = msgspec.json.decode(data, type=HistoryManifest)
-        if Path(found.data).name != found.data or not found.data.startswith(_DATA):
-            raise SourceError(f"{folder / MANIFEST} names no folder of a history; make the history anew")
-        return found
-    except (FileNotFoundError, NotADirectoryError):
-        raise SourceError(f"{folder} has no history: make one with kvbm-replay history SOURCE {folder}") from None
-    except (OSError, msgspec.MsgspecError) as error:
-        raise SourceError(f"{folder / MANIFEST} cannot be read ({error}); make the history anew") from None
+class HistoryWriter:
+    """Writes the history in a folder, which it has for itself until it is closed. Use as a context manager.
 
+    Args:
+        instance: only this one.
+        beyond: take in what lies behind the settled end of a source, too; it is read again the next time.
+    Raises: SourceError: the folder is of something else, or another process writes it. MissingExtraError.
+    """
 
-class _Version(msgspec.Struct):
-    version: int
-
-
-class _Guard:
-    """Says of an error of the file system which folder it is about."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __call__(self, work: Callable[[], _Result]) -> _Result:
+    def __init__(self, folder: Path, maker: Maker, instance: str | None = None, beyond: bool = True) -> None:
         try:
-            return work()
-        except OSError as error:
-            raise SourceError(f"{self._folder} cannot be written ({error.strerror or error})") from None
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise MissingExtraError("the Parquet library (pyarrow)", "parquet") from None
+        self._arrow: Any = pyarrow
+        self._folder, self._maker, self._instance, self._beyond = folder, maker, instance, beyond
+        self._stack = ExitStack()
+        self._writing: _Writing | None = None
 
+    def __enter__(self) -> HistoryWriter:
+        _guarded(self._folder, lambda: _check_ours(self._folder))
+        self._was_there = self._folder.exists()
+        _guarded(self._folder, lambda: self._stack.enter_context(alone(self._folder)))
+        return self
 
-class _Writer:
-    """Writes all files of a history but its manifest."""
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+        if not self._was_there:
+            with suppress(OSError):  # something is in it
+                self._folder.rmdir()
 
-    def __init__(self, arrow: Any, folder: Path, guarded: _Guard) -> None:
-        self._arrow, self._folder, self._guarded = arrow, folder, guarded
-        self._tables = _Tables(arrow)
-        self._went_back = 0
-
-    def write(
-        self,
-        source: FrameSource,
-        backend: Backend,
-        new_fold: NewStayFold,
-        instance: str | None,
-        located: Iterable[Located] | None,
-    ) -> HistoryManifest:
-        stays = SourceStays(source, backend, new_fold)
-        history = HistoryManifest(source=source.name)
-        lives: dict[tuple[InstanceId, str, int], int] = {}
-        spills = _Spills(self._folder)
-        try:
-            for rows in stays.rows(instance, located):
-                number = lives.setdefault((rows.instance, rows.group, rows.life), len(lives))
-                self._guarded(lambda rows=rows, number=number: spills.add(rows, number))  # type: ignore[misc]
-            self._guarded(lambda: self._write_residencies(spills, stays, list(lives), history))
-        finally:
-            spills.close()
-        for name, table in (
-            ("instances", self._tables.instances(stays.incarnations)),
-            ("namespaces", self._tables.namespaces(list(stays.namespaces), stays.fields)),
-            ("holes", self._tables.holes(stays.holes)),
-        ):
-            self._guarded(lambda name=name, table=table: self._write_table(name, table))  # type: ignore[misc]
-        history.until = time_text(stays.last_ns) if stays.last_ns else ""
-        history.instances, history.namespaces = len(stays.incarnations), len(stays.namespaces)
-        history.holes = len(stays.holes)
-        if went_back := self._went_back:
-            stays.notes.append(
-                f"{counted(went_back, 'stay')} ended before they began by their instance's clock, so no moment has them"
-            )
-        history.notes, history.findings = stays.notes, stays.findings
-        history.bytes = sum(path.stat().st_size for path in self._folder.iterdir())
+    def write(self, source: FrameSource, anew: bool = False) -> HistoryManifest:
+        """Have the history reach as far as its source. Raises SourceError: it does not, and is as it was."""
+        history, note = None, ""
+        if not anew and isinstance(source, FileSource):
+            try:
+                history = self._go_on(source)
+            except _CannotGoOnError as error:
+                note = str(error)
+        if history is None:
+            history = self._anew(source, note)
+        self._writing = self._writing if isinstance(source, FileSource) else None
         return history
 
-    def _write_residencies(
-        self, spills: _Spills, stays: SourceStays, lives: Sequence[_Life], history: HistoryManifest
-    ) -> None:
-        words = _Words(lives, list(stays.namespaces), list(stays.names))
-        parquet = self._arrow.parquet
+    def _go_on(self, source: FileSource) -> HistoryManifest | None:
+        """None: there is no older history. Raises _CannotGoOnError: there is, and why it does not go on."""
+        if self._writing is None:
+            if not (self._folder / MANIFEST).exists():
+                return None
+            self._writing = _Writing.resumed(self._arrow, self._folder, self._maker, self._instance or "", source)
+        writing, self._writing = self._writing, None
+        try:
+            history = writing.write(source, self._beyond)
+        except SourceChangedError as error:
+            raise _CannotGoOnError(str(error)) from None
+        self._writing = writing
+        return history
+
+    def _anew(self, source: FrameSource, note: str) -> HistoryManifest:
+        data = Path(_guarded(self._folder, lambda: tempfile.mkdtemp(prefix=DATA, dir=self._folder)))
+        is_done = False
+        try:
+            writing = _Writing(self._arrow, self._folder, data, self._maker, self._instance or "", source)
+            if note:
+                writing.notes.append(f"the history was made anew: {note}")
+            history = writing.write(source, self._beyond)
+            is_done = True
+        finally:
+            if not is_done:
+                shutil.rmtree(data, ignore_errors=True)
+        self._writing = writing
+        return history
+
+
+class _CannotGoOnError(Exception):
+    """Why a history is made anew."""
+
+
+class _Writing:
+    """What goes on from one writing to the next."""
+
+    def __init__(self, arrow: Any, folder: Path, data: Path, maker: Maker, instance: str, source: FrameSource) -> None:
+        self._arrow, self._folder, self._data, self._maker = arrow, folder, data, maker
+        self._stays = SourceStays(source.is_trimmed, maker.backend, maker.new_fold)
+        self._tables = Tables(arrow)
+        self._lives: dict[Life, int] = {}
+        self._went_back = 0  # stays of runs
+        self._fresh: list[Path] = []  # of the writing under way
+        self.notes: list[str] = []  # of this, not of the source
+        self._history = HistoryManifest(source=source.name, instance=instance, data=data.name)
+
+    @classmethod
+    def resumed(cls, arrow: Any, folder: Path, maker: Maker, instance: str, source: FrameSource) -> _Writing:
+        """One that goes on where the folder's history ended. Raises _CannotGoOnError."""
+        try:
+            history = read_manifest(folder)
+            state = history.tail.state
+            if state is None or history.source != source.name or history.instance != instance:
+                raise _CannotGoOnError("it was of something else")
+            check_files(folder, history, reads_all=True)
+            data = folder / history.data
+            made = cls(arrow, folder, data, maker, instance, source)
+            kept = read_state(data / state.name)
+            made._stays.resume(kept.source)
+            made._went_back = kept.went_back
+        except SourceError as error:
+            raise _CannotGoOnError(str(error)) from None
+        made._history = history
+        made._lives = {
+            (InstanceId(name), stream, life): number for number, (name, stream, life) in enumerate(history.lives)
+        }
+        made.notes = [note for note in history.notes if note.startswith("the history was made anew")]
+        return made
+
+    def write(self, source: FrameSource, beyond: bool) -> HistoryManifest:
+        """Read on, write, and put the manifest in its place. Raises SourceError, and nothing but memory has changed."""
+        self._fresh = []
+        try:
+            return self._written(source, beyond)
+        except BaseException:
+            for path in self._fresh:
+                with suppress(OSError):
+                    path.unlink()
+            raise
+
+    def _written(self, source: FrameSource, beyond: bool) -> HistoryManifest:
+        before = self._history
+        read = iter(self._read(source, beyond))
+        first = next(read, None)
+        is_new = first is not None or not isinstance(source, FileSource) or source.unsettled or before.unsettled
+        if not is_new and before.serial:
+            return before
+        history = msgspec.structs.replace(before, serial=before.serial + 1)
+        located = self._maker.watch(chain([first] if first is not None else [], read), source)
+        run, rows = self._run(self._stays.kept(only(located, history.instance or None)), history.serial)
+        tail, unsettled = _Part(), source.unsettled if isinstance(source, FileSource) else ()
+        with Spills(self._data) as spills:
+            self._gather(self._stays.tail(only(unsettled, history.instance or None)), spills, tail)
+            words = self._words()
+            tail_stays = self._stay_files(spills, f"{history.serial}-lasting", words, tail)
+        told = self._stays.tail_told
+        history.runs = [*before.runs, *([run] if rows else [])]
+        while self._takes_in(history.runs):
+            history.runs[-2:] = [self._one_run(history.runs[-2], history.runs[-1], history.serial)]
+        files = HistoryTail(
+            stays=tail_stays,
+            counts=self._count_files(tail.counts.rows(), f"{history.serial}-lasting", has_marks=False)[0],
+            instances=self._table("instances", self._tables.instances(told.incarnations), history.serial),
+            namespaces=self._table(
+                "namespaces", self._tables.namespaces(list(self._stays.namespaces), self._stays.fields), history.serial
+            ),
+            holes=self._table("holes", self._tables.holes(told.holes), history.serial),
+            state=self._state(history.serial) if isinstance(source, FileSource) else None,
+        )
+        history.tail = files
+        if isinstance(source, FileSource):
+            history.reached, history.order = source.reached, source.order
+            history.unsettled = len(source.unsettled)
+        self._describe(history, told, tail)
+        if history.instance and not history.instances:
+            raise SourceError(
+                f"no frame of instance {history.instance!r} is there; kvbm-replay stat lists the instances"
+            )
+        self._guarded(lambda: _take_place(self._folder, before, history))
+        self._history = history
+        return history
+
+    def _read(self, source: FrameSource, beyond: bool) -> Iterator[Located]:
+        if isinstance(source, FileSource):
+            return source.read_on(self._maker.backend, self._history.reached, self._history.order, beyond)
+        return source.read(self._maker.backend)
+
+    def _run(self, stays: Iterable[StayRows], serial: int) -> tuple[HistoryRun, int]:
+        """What has ended, and how many rows and counts that is."""
+        part = _Part()
+        with Spills(self._data) as spills:
+            self._gather(stays, spills, part)
+            for rows in self._stays.mark():
+                part.counts.add(rows.stays, self._number(rows), rows.since)
+            files = self._stay_files(spills, f"{serial}-stays", self._words(), part) if spills.rows else []
+        self._went_back += part.went_back
+        counts = part.counts.rows()
+        if not part.rows and not len(counts):
+            return HistoryRun(), 0
+        count_file, marks = self._count_files(counts, str(serial))
+        run = HistoryRun(stays=files, counts=count_file, marks=marks, rows=part.rows + len(counts))
+        return run, run.rows
+
+    def _gather(self, stays: Iterable[StayRows], spills: Spills, part: _Part) -> None:
+        for rows in stays:
+            number = self._number(rows)
+            self._guarded(lambda rows=rows, number=number: spills.add(rows.stays, number))  # type: ignore[misc]
+            part.counts.add(rows.stays, number, rows.since)
+
+    def _number(self, rows: StayRows) -> int:
+        return self._lives.setdefault((rows.instance, rows.group, rows.life), len(self._lives))
+
+    def _words(self) -> StayWords:
+        return StayWords(list(self._lives), list(self._stays.namespaces), list(self._stays.names))
+
+    def _stay_files(self, spills: Spills, name: str, words: StayWords, part: _Part) -> list[HistoryFile]:
+        def tables() -> Iterator[Any]:
+            for rows in joined(spills.sorted(), GROUP_ROWS):
+                stay = rows["stay"]
+                lasts = stay["end"] == LASTING
+                part.rows += len(rows)
+                part.lasting += int(lasts.sum())
+                part.went_back += int((~lasts & (stay["end_ns"] < stay["begin_ns"])).sum())
+                for begin in range(0, len(rows), GROUP_ROWS):
+                    yield self._tables.stays(rows[begin : begin + GROUP_ROWS], words)
+            if not part.rows:  # a question wants columns
+                yield self._tables.stays(np.empty(0, dtype=LIFE_ROW), words)
+
+        return self._guarded(lambda: self._parquet(tables(), name))
+
+    def _parquet(self, tables: Iterable[Any], name: str) -> list[HistoryFile]:
+        """Files of stays. Raises OSError."""
+        files: list[HistoryFile] = []
         with ExitStack() as open_file:
             writer: Any = None
-            files = rows = 0
-            for spilled in _joined(spills.sorted()):
+            rows = 0
+            path = self._data
+            for table in tables:
                 if writer is None or rows >= _FILE_ROWS:
                     open_file.close()
-                    path = self._folder / f"{RESIDENCIES}-{files:05d}.parquet"
-                    write_new(path, b"")  # its owner's alone
-                    writer = open_file.enter_context(
-                        parquet.ParquetWriter(
-                            path,
-                            self._tables.stays_schema,
-                            compression="zstd",
-                            compression_level=1,
-                            use_dictionary=_DICTIONARIES,
-                        )
-                    )
-                    files, rows = files + 1, 0
-                for begin in range(0, len(spilled), _GROUP_ROWS):
-                    writer.write_table(self._tables.stays(spilled[begin : begin + _GROUP_ROWS], words))
-                rows += len(spilled)
-                stay = spilled["stay"]
-                lasts = stay["end"] == LASTING
-                history.stays += len(spilled)
-                history.lasting += int(lasts.sum())
-                self._went_back += int((~lasts & (stay["end_ns"] < stay["begin_ns"])).sum())
-            if writer is None:
-                self._write_table(f"{RESIDENCIES}-00000", self._tables.stays(np.empty(0, dtype=_SPILLED), words))
+                    if writer is not None:
+                        files.append(written(path))
+                    path = self._new(f"{name}-{len(files):05d}.parquet")
+                    writer = open_file.enter_context(self._tables.stay_writer(path))
+                    rows = 0
+                writer.write_table(table)
+                rows += table.num_rows
+            open_file.close()
+            if writer is not None:
+                files.append(written(path))
+        return files
 
-    def _write_table(self, name: str, table: Any) -> None:
-        path = self._folder / f"{name}.parquet"
-        write_new(path, b"")
-        self._arrow.parquet.write_table(table, path, compression="zstd")
+    def _takes_in(self, runs: Sequence[HistoryRun]) -> bool:
+        """Whether the last run and the one before become one."""
+        return len(runs) > 1 and runs[-2].rows <= _RUN_RATIO * runs[-1].rows
 
+    def _one_run(self, one: HistoryRun, other: HistoryRun, serial: int) -> HistoryRun:
+        """Two runs as one. Raises SourceError."""
 
-_Life = tuple[InstanceId, str, int]
-_SPILLED = np.dtype([("stay", STAY_ROW), ("life", "<u4")])
-_DICTIONARIES = ["instance", "stream", "namespace", "tier", "kind", "begin", "source", "end", "target"]
+        def join() -> HistoryRun:
+            name = f"{serial}-of-{one.rows + other.rows}"
+            paths = [[self._data / file.name for file in run.stays] for run in (one, other)]
+            tables = merged(self._arrow, [of_run for of_run in paths if of_run], GROUP_ROWS)
+            stays = self._parquet(tables, f"{name}-stays")
+            parts = [read_counts(self._arrow, self._data / run.counts.name) for run in (one, other) if run.counts]
+            counts = summed(np.concatenate(parts))
+            count_file, marks = self._count_files(counts, name)
+            rows = one.rows + other.rows - sum(map(len, parts)) + len(counts)
+            return HistoryRun(stays=stays, counts=count_file, marks=marks, rows=rows)
 
+        try:
+            return self._guarded(join)
+        except self._arrow.ArrowException as error:
+            raise SourceError(f"{self._data} is damaged ({error}); make the history anew") from None
 
-class _Spills:
-    """Rows in files by the first byte of their block."""
+    def _count_files(
+        self, counts: np.ndarray, name: str, has_marks: bool = True
+    ) -> tuple[HistoryFile | None, HistoryFile | None]:
+        if not len(counts):
+            return None, None
+        paths = [self._new(f"{name}-{kind}.parquet") for kind in ("counts", "marks")]
+        self._guarded(lambda: write_counts(self._arrow, counts, *paths))
+        if not has_marks:  # all of it is read
+            self._guarded(paths.pop().unlink)
+        files = [self._guarded(lambda path=path: written(path)) for path in paths]  # type: ignore[misc]
+        return files[0], files[1] if has_marks else None
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[int, BinaryIO] = {}
+    def _table(self, name: str, table: Any, serial: int) -> HistoryFile:
+        def write() -> HistoryFile:
+            path = self._new(f"{serial}-{name}.parquet")
+            write_new(path, b"")  # its owner's alone
+            self._arrow.parquet.write_table(table, path, compression="zstd")
+            return written(path)
 
-    def add(self, rows: StayRows, life: int) -> None:
-        """Append stays of a life of an instance. Raises OSError."""
-        if not len(rows.stays):
-            return
-        spilled = np.empty(len(rows.stays), dtype=_SPILLED)
-        spilled["stay"], spilled["life"] = rows.stays, life
-        first = rows.stays["hash"][:, 0]
-        order = np.argsort(first, kind="stable")
-        bytes_there, begins = np.unique(first[order], return_index=True)
-        for byte, begin, end in zip(bytes_there, begins, [*begins[1:], len(order)], strict=True):
-            self._file(int(byte)).write(spilled[order[begin:end]].tobytes())
+        return self._guarded(write)
 
-    def sorted(self) -> Iterator[np.ndarray]:
-        """The rows of one file after the other, each by block, then by begin. Raises OSError."""
-        for byte in sorted(self._files):
-            file = self._files.pop(byte)
-            file.flush()
-            path = Path(file.name)
-            rows = np.fromfile(path, dtype=_SPILLED)
-            file.close()
-            path.unlink()
-            blocks = np.ascontiguousarray(rows["stay"]["hash"]).view(">u8").reshape(-1, 2)
-            stay = rows["stay"]
-            keys = (stay["begin_offset"], stay["epoch"], stay["begin_ns"], blocks[:, 1], blocks[:, 0])
-            yield rows[np.lexsort(keys)]
+    def _state(self, serial: int) -> HistoryFile:
+        def write() -> HistoryFile:
+            path = self._new(f"{serial}-state.bin")
+            write_state(path, self._stays.state(), self._went_back)
+            return written(path)
 
-    def close(self) -> None:
-        """Remove what is left."""
-        for file in self._files.values():
-            with suppress(OSError):  # a full device: what is not written yet is not wanted any more
-                file.close()
-            Path(file.name).unlink(missing_ok=True)
-        self._files.clear()
+        return self._guarded(write)
 
-    def _file(self, byte: int) -> BinaryIO:
-        file = self._files.get(byte)
-        if file is None:
-            path = self._folder / f".spill-{byte:02x}"
-            write_new(path, b"")
-            file = self._files[byte] = path.open("ab")
-        return file
+    def _new(self, name: str) -> Path:
+        path = self._data / name
+        self._fresh.append(path)
+        return path
 
+    def _describe(self, history: HistoryManifest, told: Told, tail: _Part) -> None:
+        history.begin = time_text(told.first_ns) if told.first_ns else ""
+        history.until = time_text(told.last_ns) if told.last_ns else ""
+        history.built = time_text(time.time_ns())
+        history.stays = tail.rows + sum(self._rows(file) for run in history.runs for file in run.stays)
+        history.lasting = tail.lasting
+        history.instances, history.namespaces = len(told.incarnations), len(self._stays.namespaces)
+        history.holes, history.lives = len(told.holes), [*self._lives]
+        history.notes, history.findings = [*self.notes, *told.notes], told.findings
+        if went_back := self._went_back + tail.went_back:
+            history.notes.append(
+                f"{counted(went_back, 'stay')} ended before they began by their instance's clock, so no moment has them"
+            )
+        history.bytes = sum(file.bytes for file in history.files())
 
-def _joined(spills: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The same rows in fewer pieces: a row group has its own dictionaries, so it should not be small."""
-    held: list[np.ndarray] = []
-    for spilled in spills:
-        held.append(spilled)
-        if sum(map(len, held)) >= _GROUP_ROWS:
-            yield np.concatenate(held)
-            held = []
-    if held:
-        yield np.concatenate(held)
+    def _rows(self, file: HistoryFile) -> int:
+        return int(self._guarded(lambda: self._arrow.parquet.read_metadata(self._data / file.name).num_rows))
+
+    def _guarded(self, work: Callable[[], _T]) -> _T:
+        return _guarded(self._folder, work)
 
 
-class _Words:
-    """What numbers in rows stand for."""
+class _Part:
+    """Rows of one part of a history as they are written."""
 
-    def __init__(self, lives: Sequence[_Life], namespaces: list[NamespaceId], names: list[InstanceId]) -> None:
-        self.instances = [str(name) for name, _, _ in lives]
-        self.streams = [stream for _, stream, _ in lives]
-        self.lives = np.array([life for _, _, life in lives] or [0], dtype=np.uint32)
-        self.namespaces = [one.hex() for one in namespaces]
-        self.sources = [*_TIERS, *(str(name) for name in names)]
+    def __init__(self) -> None:
+        self.counts = StayCounts()
+        self.rows = self.lasting = self.went_back = 0
 
 
-class _Tables:
-    """Rows → Arrow tables."""
-
-    def __init__(self, arrow: Any) -> None:
-        self._arrow = arrow
-        words, time = arrow.dictionary(arrow.int32(), arrow.string()), arrow.timestamp("us")
-        self._time = time
-        self.stays_schema = arrow.schema(
-            [
-                arrow.field("block", arrow.string(), nullable=False),
-                arrow.field("instance", words, nullable=False),
-                arrow.field("stream", words, nullable=False),
-                arrow.field("life", arrow.uint32(), nullable=False),
-                arrow.field("epoch", arrow.uint64(), nullable=False),
-                arrow.field("tier", words, nullable=False),
-                arrow.field("kind", words, nullable=False),
-                arrow.field("began", time, nullable=False),
-                arrow.field("begin", words),
-                arrow.field("source", words),
-                arrow.field("ended", time),
-                arrow.field("end", words),
-                arrow.field("target", words),
-                arrow.field("namespace", words, nullable=False),
-                arrow.field("position", arrow.uint32()),
-                arrow.field("slot", arrow.uint32()),
-                arrow.field("begin_offset", arrow.uint64(), nullable=False),
-                arrow.field("end_epoch", arrow.uint64()),
-                arrow.field("end_offset", arrow.uint64()),
-            ]
-        )
-
-    def stays(self, rows: np.ndarray, words: _Words) -> Any:
-        """Of residencies and claims."""
-        arrow, stay = self._arrow, rows["stay"]
-        lasts, is_end = stay["end"] == LASTING, stay["begin"] == NO_CODE
-        is_claim = stay["end"] == CLAIMED
-        kinds = np.where(is_end, 2, np.where(is_claim, 1, 0))
-        from_tier = stay["source"] != NO_CODE
-        sources = np.where(from_tier, stay["source"], len(_TIERS) + stay["from"].astype(np.int64))
-        has_source = from_tier | (stay["from"] != NO_ROW)
-        columns = [
-            self._hex(stay["hash"]),
-            self._words(rows["life"], words.instances),
-            self._words(rows["life"], words.streams),
-            arrow.array(words.lives[rows["life"]]),
-            arrow.array(stay["epoch"]),
-            self._words(stay["tier"], _TIERS),
-            self._words(kinds, ("residency", "claim", "claim_end")),
-            self._times(stay["begin_ns"]),
-            self._words(stay["begin"], BEGINS, ~is_end),
-            self._words(sources, words.sources, has_source),
-            self._times(stay["end_ns"], ~lasts & ~is_claim),
-            self._words(stay["end"], ENDS, ~lasts & ~is_claim),
-            self._words(stay["target"], _TIERS, stay["target"] != NO_CODE),
-            self._words(stay["namespace"], words.namespaces),
-            arrow.array(stay["position"], mask=stay["position"] == NO_ROW),
-            arrow.array(stay["slot"], mask=stay["slot"] == NO_SLOT),
-            arrow.array(stay["begin_offset"]),
-            arrow.array(stay["end_epoch"], mask=lasts | is_claim),
-            arrow.array(stay["end_offset"], mask=lasts | is_claim),
-        ]
-        return arrow.Table.from_arrays(columns, schema=self.stays_schema)
-
-    def instances(self, rows: Sequence[Incarnation]) -> Any:
-        """Of epochs."""
-        arrow = self._arrow
-        text, number, time = arrow.string(), arrow.uint64(), self._time
-        size = arrow.int64()
-        pool = arrow.struct([("tier", text), ("slots", size), ("block_bytes", size), ("name", text)])
-        return self._listed(
-            rows,
-            [
-                ("instance", text, lambda one: str(one.instance)),
-                ("stream", text, lambda one: one.group),
-                ("life", arrow.uint32(), lambda one: one.life),
-                ("epoch", number, lambda one: one.epoch),
-                ("began", time, lambda one: one.began_ns // 1000),
-                ("last_frame", time, lambda one: one.ended_ns // 1000),
-                ("stopped", text, lambda one: one.stopped or None),
-                ("engine", text, lambda one: one.engine),
-                ("version", text, lambda one: one.version),
-                ("topology", arrow.list_(text), lambda one: list(one.topology)),
-                ("pools", arrow.list_(pool), lambda one: [_pool_row(pool) for pool in one.pools]),
-            ],
-        )
-
-    def namespaces(self, ids: Sequence[NamespaceId], fields: dict[NamespaceId, Namespace]) -> Any:
-        """Of namespaces; fields that no start has told are null."""
-        arrow = self._arrow
-        text = arrow.string()
-        columns: list[tuple[str, Any, Callable[[NamespaceId], object]]] = [("namespace", text, lambda one: one.hex())]
-        for name in Namespace.__struct_fields__:
-            kind = text if Namespace.__annotations__[name] == "str" else arrow.int64()
-            columns.append((name, kind, partial(_field_of, fields, name)))
-        return self._listed(ids, columns)
-
-    def holes(self, rows: Sequence[EventHole]) -> Any:
-        """Of holes."""
-        text, number, time = self._arrow.string(), self._arrow.uint64(), self._time
-        return self._listed(
-            rows,
-            [
-                ("instance", text, lambda one: str(one.instance)),
-                ("epoch", number, lambda one: one.epoch),
-                ("first_offset", number, lambda one: one.first),
-                ("next_offset", number, lambda one: one.next),
-                ("since", time, lambda one: one.since_ns // 1000 or None),
-                ("until", time, lambda one: one.until_ns // 1000),
-                ("stream", text, lambda one: one.group),
-            ],
-        )
-
-    def _listed(self, rows: Sequence[Any], columns: Sequence[tuple[str, Any, Callable[[Any], object]]]) -> Any:
-        arrow = self._arrow
-        return arrow.table({name: arrow.array([get(row) for row in rows], kind) for name, kind, get in columns})
-
-    def _words(self, codes: np.ndarray, words: Sequence[str], there: np.ndarray | None = None) -> Any:
-        arrow = self._arrow
-        indices = codes.astype(np.int32) if there is None else np.where(there, codes, 0).astype(np.int32)
-        mask = None if there is None else ~there
-        if len(words) >= _MANY_WORDS:
-            used, places = np.unique(indices, return_inverse=True)
-            words, indices = [words[at] for at in used], places.astype(np.int32)
-        return arrow.DictionaryArray.from_arrays(
-            arrow.array(indices, mask=mask), arrow.array(list(words), arrow.string())
-        )
-
-    def _times(self, wall_time_ns: np.ndarray, there: np.ndarray | None = None) -> Any:
-        arrow = self._arrow
-        micros = (wall_time_ns // 1000).astype(np.int64)
-        return arrow.array(micros, mask=None if there is None else ~there).cast(self._time)
-
-    def _hex(self, hashes: np.ndarray) -> Any:
-        """(n, 16) uint8 → n texts of 32 digits."""
-        arrow, width = self._arrow, 2 * HASH_BYTES
-        text = np.ascontiguousarray(_HEX[hashes]).reshape(-1)
-        ends = np.arange(len(hashes) + 1, dtype=np.int32) * width
-        return arrow.StringArray.from_buffers(len(hashes), arrow.py_buffer(ends), arrow.py_buffer(text))
-
-
-def _pool_row(pool: PoolStated) -> dict[str, object]:
-    """A start may say anything at all of its sizes."""
-    slots, block_bytes = (max(-_INT64, min(size, _INT64)) for size in (pool.slots, pool.block_bytes))
-    return {"tier": pool.tier.name, "slots": slots, "block_bytes": block_bytes, "name": pool.name}
-
-
-def _field_of(fields: dict[NamespaceId, Namespace], name: str, namespace: NamespaceId) -> object:
-    value = getattr(fields.get(namespace), name, None)
-    return max(-_INT64, min(value, _INT64)) if isinstance(value, int) else value
+def _guarded(folder: Path, work: Callable[[], _T]) -> _T:
+    """Say of an error of the file system which folder it is about. Raises SourceError."""
+    try:
+        return work()
+    except OSError as error:
+        raise SourceError(f"{folder} cannot be written ({error.strerror or error})") from None
 
 
 def _check_ours(folder: Path) -> None:
     """Raises SourceError: a folder has something and no history. OSError."""
     if not folder.exists() or (folder / MANIFEST).exists():
         return
-    if not all(path.name.startswith(_DATA) for path in folder.iterdir()):  # some are being written
+    if not all(path.name.startswith((DATA, UNDONE)) for path in folder.iterdir()):  # some were being written
         raise SourceError(f"{folder} has files of something else; give a new folder")
 
 
-def _take_place(folder: Path, history: HistoryManifest) -> None:
-    """Have a folder's history be this one. Raises OSError."""
-    with alone(folder):
-        try:
-            older = read_manifest(folder)
-            history.before = older.data
-        except SourceError:  # none, or one that nobody can read
-            older = None
-        replace_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(history)))
-        if older is not None and older.before:
-            shutil.rmtree(folder / Path(older.before).name, ignore_errors=True)
+def _take_place(folder: Path, before: HistoryManifest, history: HistoryManifest) -> None:
+    """Have a folder's history be this one, and remove what nobody reads any more. Raises OSError."""
+    try:
+        older = read_manifest(folder)
+    except SourceError:  # none, or one that nobody can read
+        older = None
+    now_s = time.time()
+    history.before, history.retired = "", []
+    if older is not None and older.data != history.data:
+        history.before = older.data
+    elif older is not None:
+        history.before = older.before
+        needed = {file.name for file in history.files()}
+        gone = Retired(names=[file.name for file in older.files() if file.name not in needed], at_s=now_s)
+        kept = [one for one in older.retired if one.at_s > now_s - KEEP_RETIRED_S]
+        history.retired = [*kept, *([gone] if gone.names else [])]
+    replace_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(history)))
+    names = {*(file.name for file in history.files()), *(name for one in history.retired for name in one.names)}
+    for path in (folder / history.data).iterdir():
+        if path.name not in names:
+            path.unlink(missing_ok=True)
+    for path in folder.glob(f"{UNDONE}*"):
+        path.unlink(missing_ok=True)
+    for path in folder.glob(f"{DATA}*"):
+        if path.name not in (history.data, history.before):
+            shutil.rmtree(path, ignore_errors=True)

@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
@@ -24,11 +25,14 @@ from kvbm.core.backend import Backend
 from kvbm.core.stays import NewStayFold
 from kvbm.files import opener
 from kvbm.replay.format import parse_at
-from kvbm.replay.history import MANIFEST, HistoryManifest, write_history
+from kvbm.replay.history import Maker, write_history
+from kvbm.replay.history_keeper import keep
+from kvbm.replay.history_manifest import MANIFEST, HistoryManifest
 from kvbm.replay.progress import watched
 from kvbm.replay.questions import changes, tenants, why
-from kvbm.replay.source import FrameSource, SourceError
+from kvbm.replay.source import FileSource, FrameSource, SourceError
 from kvbm.replay.sql import MEMORY_BYTES, TIMEOUT_S, HistoryDatabase, table_lines
+from kvbm.terminal import say
 
 _MOST_MIB = 1 << 24
 _LONGEST_S = 1e6
@@ -68,7 +72,13 @@ class SqlReport(msgspec.Struct, kw_only=True):
 def add_arguments(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Declare what the five take beside a source."""
     commands["history"].add_argument(
-        "folder", type=Path, metavar="DIR", help="a new folder, or one with an older history, which is replaced"
+        "folder", type=Path, metavar="DIR", help="a new folder, or one with an older history, which goes on"
+    )
+    commands["history"].add_argument(
+        "--anew", action="store_true", help="read the source from its beginning in any case"
+    )
+    commands["history"].add_argument(
+        "--follow", action="store_true", help="go on until it is interrupted, with a line for each writing"
     )
     time = "ISO 8601, Unix seconds or a clock time such as 13:19 (UTC, the last one the log reaches)"
     commands["changes"].add_argument("--from", required=True, dest="since", metavar="TIME", help=time)
@@ -118,6 +128,8 @@ def _within(text: str) -> float:
 
 def run_history(arguments: argparse.Namespace, parts: HistoryParts) -> HistoryManifest:
     """`kvbm-replay history`."""
+    if arguments.follow:
+        return _followed(arguments, parts)
     history = _made(arguments, parts, arguments.folder)
     parts.write(arguments.json, history, history.lines())
     return history
@@ -192,9 +204,33 @@ class _CsvRows:
 
 
 def _made(arguments: argparse.Namespace, parts: HistoryParts, folder: Path) -> HistoryManifest:
-    source = parts.open_source()
-    located = watched(source.read(parts.backend), source)
-    return write_history(source, folder, parts.backend, parts.new_stays, arguments.instance, located)
+    anew = getattr(arguments, "anew", False)
+    return write_history(parts.open_source(), folder, parts.backend, parts.new_stays, arguments.instance, watched, anew)
+
+
+def _followed(arguments: argparse.Namespace, parts: HistoryParts) -> HistoryManifest:
+    if arguments.anew:
+        raise SourceError("--anew and --follow: give one of them")
+    last = HistoryManifest(source=arguments.source)
+    if not isinstance(parts.open_source(), FileSource):
+        raise SourceError("--follow: a stream keeps events for a day; follow a catalog's archive, or a journal")
+
+    def written(history: HistoryManifest) -> None:
+        nonlocal last
+        if history.serial != last.serial:
+            parts.write(arguments.json, history, history.lines())
+        last = history
+
+    def trouble(words: str) -> None:
+        say(f"kvbm-replay: {words}", to=sys.stderr)
+
+    def wait(seconds: float) -> bool:
+        time.sleep(seconds)
+        return False
+
+    maker = Maker(parts.backend, parts.new_stays)
+    keep(parts.open_source, arguments.folder, maker, written, trouble, wait, arguments.instance)
+    return last
 
 
 @contextmanager
@@ -281,12 +317,16 @@ def _plain(value: object) -> object:
 def _write_arrow(path: Path, reader: Any) -> None:
     import pyarrow
 
+    is_made = is_whole = False
     try:
-        with (
-            open(path, "xb", opener=opener) as file,
-            pyarrow.ipc.new_stream(file, reader.schema) as stream,
-        ):
-            for batch in reader:
-                stream.write_batch(batch)
+        with open(path, "xb", opener=opener) as file:
+            is_made = True
+            with pyarrow.ipc.new_stream(file, reader.schema) as stream:
+                for batch in reader:
+                    stream.write_batch(batch)
+        is_whole = True
     except OSError as error:
         raise SourceError(f"--arrow {path} cannot be written ({error.strerror or error}); give a new file") from None
+    finally:
+        if is_made and not is_whole:
+            path.unlink(missing_ok=True)

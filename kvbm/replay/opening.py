@@ -4,8 +4,10 @@ stream.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
+from kvbm.catalog.follow.archive import settled_end
 from kvbm.replay.live import StreamSource
 from kvbm.replay.source import ARCHIVE_SUFFIX, FileSource, FrameSource, SourceError, SourceFile
 from kvbm.streams.journal.history import KEPT_SUFFIX
@@ -39,6 +41,7 @@ def open_source(name: str, timeout_s: float = 5.0, credentials: Credentials = OP
 
 def _open_folder(name: str, folder: Path) -> FileSource:
     files = [SourceFile(path, "", may_tear=True) for path in sorted(folder.glob(f"*{ARCHIVE_SUFFIX}"))]
+    settled = partial(settled_end, folder) if files else lambda: None
     if not files:
         files = _journal_files(folder)
     if not files:
@@ -47,7 +50,7 @@ def _open_folder(name: str, folder: Path) -> FileSource:
             f"*{ARCHIVE_SUFFIX} file of an "
             "archive in it"
         )
-    source = FileSource(name, files, is_trimmed=True)
+    source = FileSource(name, files, is_trimmed=True, settled=settled)
     source.total = sum(file.path.stat().st_size for file in files if file.path.exists())
     return source
 

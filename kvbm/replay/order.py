@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from kvbm.core.codec import ScannedFrame
+from kvbm.core.codec import ScannedFrame, decode_frame, scanned
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.replay.scan import Damage
-from kvbm.replay.source import Located
+from kvbm.replay.source import FramePlace, Located
 from kvbm.streams.base import ORIGIN, Fence, Position, is_other_life
 from kvbm.streams.fence_records import FenceRecord
 from kvbm.streams.frame_order import Order, order_of
@@ -132,35 +132,102 @@ Step = Next | Missing | Begins | Repeat | LateEnd | Conflict | WentBack | LifeBe
 
 def in_order(source: Iterable[Located], is_trimmed: bool) -> Iterator[tuple[StreamKey, Step] | DamagedBytes]:
     """Each instance's stream, step by step."""
-    streams: dict[StreamKey, _Order] = {}
-    for located in source:
-        found = located.found
-        if isinstance(found, Damage):
-            yield DamagedBytes(located, found)
-            continue
-        key = StreamKey(located.group, found.instance)
-        stream = streams.get(key)
-        if stream is None:
-            stream = streams[key] = _Order(is_trimmed)
-        if isinstance(found, FenceRecord):
-            if stream.is_other_life(found.fence):
-                for step in stream.finish():
-                    yield key, step
-                yield key, LifeBegins(located, found.fence, stream.epoch)
-                streams[key] = stream = _Order(
-                    is_trimmed=True
-                )  # it may go on where an earlier one of its log had ended
-            stream.pass_fence(found.fence)
-            continue
-        following = stream.follow(located, found)
-        if following is not None:
-            yield key, following
-            continue
-        for step in stream.take(located, found):
-            yield key, step
-    for key, stream in streams.items():
-        for step in stream.finish():
-            yield key, step
+    ordering = FrameOrdering(is_trimmed)
+    yield from ordering.steps(source)
+    yield from ordering.finish()
+
+
+class KeptFrame(NamedTuple):
+    """A frame that waits, as bytes and where it lies."""
+
+    data: bytes
+    source: str
+    sequence: int | None
+    at: int
+    group: str
+    order: int
+
+
+class OrderState(NamedTuple):
+    """Where one instance's stream stands, for another one to go on from. Fields as in `_Order`.
+
+    Attributes:
+        seen: epoch → packed first offsets and fingerprints (u64), and the offset after the last.
+    """
+
+    is_trimmed: bool
+    place: tuple[int, int]
+    last_order: int
+    seen: dict[int, tuple[bytes, bytes, int]]
+    unknown: dict[int, list[tuple[int, int]]]
+    buffer: list[KeptFrame]
+    late: list[KeptFrame]
+    runs: dict[int, str]
+
+
+class FrameOrdering:
+    """`in_order` for a source that goes on: `steps` again with what has come, `finish` when nothing more will."""
+
+    def __init__(self, is_trimmed: bool, before: FrameOrdering | None = None) -> None:
+        """
+        Args:
+            before: another one, which this one goes on from and leaves as it is.
+        """
+        self._is_trimmed = is_trimmed
+        self._before = before
+        self._streams: dict[StreamKey, _Order] = {}
+
+    def steps(self, source: Iterable[Located]) -> Iterator[tuple[StreamKey, Step] | DamagedBytes]:
+        """What frames make possible."""
+        for located in source:
+            found = located.found
+            if isinstance(found, Damage):
+                yield DamagedBytes(located, found)
+                continue
+            key = StreamKey(located.group, found.instance)
+            stream = self._streams.get(key) or self._begun(key)
+            if isinstance(found, FenceRecord):
+                if stream.is_other_life(found.fence):
+                    for step in stream.finish():
+                        yield key, step
+                    yield key, LifeBegins(located, found.fence, stream.epoch)
+                    # it may go on where an earlier one of its log had ended
+                    self._streams[key] = stream = _Order(is_trimmed=True)
+                stream.pass_fence(found.fence)
+                continue
+            following = stream.follow(located, found)
+            if following is not None:
+                yield key, following
+                continue
+            for step in stream.take(located, found):
+                yield key, step
+
+    def finish(self) -> Iterator[tuple[StreamKey, Step]]:
+        """The holes that nothing has filled, and what lies beyond them."""
+        if self._before is not None:
+            for key, stream in self._before._streams.items():
+                if stream.waits and key not in self._streams:
+                    self._begun(key)
+        for key, stream in self._streams.items():
+            for step in stream.finish():
+                yield key, step
+
+    def waits(self, key: StreamKey) -> bool:
+        """Whether frames of an instance wait for others."""
+        return key in self._streams and self._streams[key].waits
+
+    def states(self) -> list[tuple[StreamKey, OrderState]]:
+        """For `resume`."""
+        return [(key, stream.state()) for key, stream in self._streams.items()]
+
+    def resume(self, states: Iterable[tuple[StreamKey, OrderState]]) -> None:
+        """Go on where another one stood."""
+        self._streams.update((key, _Order.of(state)) for key, state in states)
+
+    def _begun(self, key: StreamKey) -> _Order:
+        before = self._before._streams.get(key) if self._before is not None else None
+        stream = self._streams[key] = _Order(self._is_trimmed) if before is None else _Order.of(before.state())
+        return stream
 
 
 class _Seen:
@@ -193,6 +260,19 @@ def fingerprint(frame: ScannedFrame, data: bytes) -> int:
     return ((checksum << 32) ^ frame.digest ^ len(data)) & _MASK
 
 
+def _kept(step: Next) -> KeptFrame:
+    located = step.located
+    place = located.place
+    return KeptFrame(located.data, place.source, place.sequence, place.at, located.group, located.order)
+
+
+def _read_again(kept: KeptFrame) -> Next:
+    frame, end = decode_frame(kept.data)
+    found = scanned(frame, 0, end)
+    place = FramePlace(kept.source, kept.sequence, kept.at)
+    return Next(Located(found, place, kept.data, kept.group, kept.order), found)
+
+
 class _Order:
     """One instance's stream so far."""
 
@@ -207,6 +287,49 @@ class _Order:
         self._buffer_bytes = 0
         self._late: list[Next] = []  # the end of an older epoch, until it is known whether its publisher went back
         self._runs: dict[Epoch, str] = {}  # which process began an epoch, as fences name it
+
+    @classmethod
+    def of(cls, state: OrderState) -> _Order:
+        """One that goes on from there."""
+        made = cls(state.is_trimmed)
+        made._place = Position(Epoch(state.place[0]), Offset(state.place[1]))
+        made._last_order = state.last_order
+        for epoch, (firsts, prints, end) in state.seen.items():
+            seen = made._seen[Epoch(epoch)] = _Seen()
+            seen.firsts.frombytes(firsts)
+            seen.prints.frombytes(prints)
+            seen.end = Offset(end)
+        made._unknown = {
+            Epoch(epoch): [(Offset(first), Offset(end)) for first, end in holes]
+            for epoch, holes in state.unknown.items()
+        }
+        made._runs = {Epoch(epoch): run for epoch, run in state.runs.items()}
+        made._late = [_read_again(one) for one in state.late]
+        for one in state.buffer:
+            step = _read_again(one)
+            place = Position(step.frame.epoch, step.frame.first_offset)
+            made._buffer[place] = step
+            heappush(made._heap, place)
+            made._buffer_bytes += len(one.data)
+        return made
+
+    def state(self) -> OrderState:
+        """For another one to go on from."""
+        return OrderState(
+            self._is_trimmed,
+            (self._place.epoch, self._place.offset),
+            self._last_order,
+            {epoch: (seen.firsts.tobytes(), seen.prints.tobytes(), seen.end) for epoch, seen in self._seen.items()},
+            {epoch: list(holes) for epoch, holes in self._unknown.items()},
+            [_kept(step) for step in self._buffer.values()],
+            [_kept(step) for step in self._late],
+            {int(epoch): run for epoch, run in self._runs.items()},
+        )
+
+    @property
+    def waits(self) -> bool:
+        """Whether frames wait for what has not come."""
+        return bool(self._buffer or self._late)
 
     @property
     def epoch(self) -> Epoch:

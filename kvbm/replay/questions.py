@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import datetime
-from typing import Any
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -17,6 +17,7 @@ from kvbm.replay.source import SourceError
 from kvbm.replay.sql import HistoryDatabase
 
 _LEAST_DIGITS = 8
+_QUIET = timedelta(minutes=1)  # an instance that is not heard for so long may be gone
 _MOST_BLOCKS = 20  # whose hash begins with the digits given
 _ENDED = {
     "restarted": "gone from {tier}: the instance began anew",
@@ -185,20 +186,52 @@ class TenantTier(msgspec.Struct, frozen=True, kw_only=True):
     instances: int
 
 
+class Unheard(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance whose blocks are counted though nothing was heard of it lately: it has stopped, was killed, or had
+    nothing to say.
+
+    Attributes:
+        last_frame: when it was heard last. stopped: why; None where it has not said that it stops.
+    """
+
+    instance: str
+    blocks: int
+    last_frame: str
+    stopped: str | None = None
+
+    def sentence(self) -> str:
+        """What is so, and what that means."""
+        which = f"{counted(self.blocks, 'block')} of these {'is' if self.blocks == 1 else 'are'} of {self.instance}"
+        if self.stopped is not None:
+            return f"{which}, which stopped at {self.last_frame} ({self.stopped}); catalogs leave it out"
+        return f"{which}, last heard at {self.last_frame}; if it was killed, catalogs leave it out"
+
+
 class Tenants(msgspec.Struct, kw_only=True):
-    """Whose blocks were held at a moment, largest first."""
+    """Whose blocks were held at a moment, largest first. `holes`: what is missing then.
+
+    What an instance held counts until its next start ends it: a log does not say of one that is gone when it went.
+    `unheard` names those of which this may be so, and what they hold.
+    """
 
     source: str
     at: str
     tenants: list[TenantTier] = []
+    unheard: list[Unheard] = []
+    holes: list[Unknown] = []
 
     def lines(self) -> Iterator[str]:
         """For people."""
-        yield f"held at {self.at}"
+        yield (
+            f"held at {self.at}" if self.tenants else f"nothing was held at {self.at or 'any time: there is no event'}"
+        )
         for one in self.tenants:
             size = "of unknown size" if one.bytes is None else f"{one.bytes:>20,} bytes"
             named = "(unknown)" if one.tenant is None else one.tenant or "(none)"
             yield f"  {named:<24} {one.tier:<6} {one.blocks:>14,} blocks {size} at {counted(one.instances, 'instance')}"
+        yield from (f"  {one.sentence()}" for one in self.unheard)
+        for hole in self.holes:
+            yield f"  {hole.instance}: {counted(hole.events, 'event')} missing, up to {hole.until}"
 
 
 def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> BlockLives:
@@ -211,20 +244,15 @@ def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> B
     digits = digits.lower().removeprefix("0x")
     if not re.fullmatch(f"[0-9a-f]{{{_LEAST_DIGITS},{2 * HASH_BYTES}}}", digits):
         raise SourceError(f"{digits!r} is no hash: give {_LEAST_DIGITS} to {2 * HASH_BYTES} hexadecimal digits")
-    one, values = _only(instance)
-    blocks = history.ask(f"SELECT DISTINCT block, namespace FROM block_life(?) WHERE true {one}", [digits, *values])
-    found = sorted(blocks.rows)
+    found = block_lives(history, digits, _MOST_BLOCKS, instance)
     if not found:
         raise SourceError(f"no event in {history.manifest.source} names a block that begins with {digits}")
     if len(found) > _MOST_BLOCKS:
-        raise SourceError(f"{len(found):,} blocks begin with {digits}; give more digits")
-    fields = {row[0]: row[1:] for row in history.ask("SELECT namespace, model, tenant FROM namespaces").rows}
+        raise SourceError(f"more than {_MOST_BLOCKS} blocks begin with {digits}; give more digits")
+    one, values = _only(instance)
     lives = BlockLives(source=history.manifest.source, until=history.manifest.until)
-    for block, namespace in found:
-        model, tenant = fields.get(namespace, (None, None))
-        life = BlockLife(block=block, namespace=namespace, model=model, tenant=tenant)
-        events = f"SELECT {', '.join(_COLUMNS)} FROM block_life(?) WHERE namespace = ? {one}"
-        life.events = _events(history.ask(events, [block, namespace, *values]).rows)
+    for life in found:
+        block, namespace = life.block, life.namespace
         held = f"SELECT instance, stream, tier, began FROM residencies WHERE block = ? AND namespace = ? {one}"
         life.held = [
             HeldPlace(instance=row[0], stream=row[1], tier=row[2], since=_iso(row[3]) or "")
@@ -232,6 +260,33 @@ def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> B
         ]
         life.unknown = _holes(history, sorted({one.instance for one in life.events}))
         lives.blocks.append(life)
+    return lives
+
+
+def block_lives(
+    history: HistoryDatabase, digits: str, most: int, instance: str | None = None, latest: int | None = None
+) -> list[BlockLife]:
+    """The blocks whose hash begins so, with their events and nothing else; of more than `most` no events.
+
+    Args:
+        latest: of each block that has more events than so many, at least its last so many and one more.
+    Raises: SourceError.
+    """
+    one, values = _only(instance)
+    cut = "" if latest is None else f"ORDER BY time DESC, {', '.join(_COLUMNS[1:6])} LIMIT {2 * latest + 2}"
+    blocks = history.ask(
+        f"SELECT DISTINCT block, namespace FROM block_life(?) WHERE true {one} LIMIT {most + 1}", [digits, *values]
+    )
+    fields = {row[0]: row[1:] for row in history.ask("SELECT namespace, model, tenant FROM namespaces").rows}
+    lives = []
+    for block, namespace in sorted(blocks.rows):
+        model, tenant = fields.get(namespace, (None, None))
+        lives.append(BlockLife(block=block, namespace=namespace, model=model, tenant=tenant))
+    if len(lives) <= most:
+        # What moved is two rows and one event
+        events = f"SELECT {', '.join(_COLUMNS)} FROM block_life(?) WHERE namespace = ? {one} {cut}"
+        for life in lives:
+            life.events = _events(history.ask(events, [life.block, life.namespace, *values]).rows)
     return lives
 
 
@@ -276,7 +331,28 @@ def tenants(history: HistoryDatabase, at: datetime | None = None) -> Tenants:
             )
             for tenant, tier, blocks, size, at_ in rows
         ],
+        unheard=_unheard(history, at),
+        holes=[] if at is None else [_unknown(row) for row in hole_rows(history) if row.is_open(at)],
     )
+
+
+def _unheard(history: HistoryDatabase, at: datetime | None) -> list[Unheard]:
+    """Instances that hold something at a moment, or at the end, and were not heard shortly before."""
+    until = history.manifest.until
+    if at is None and not until:
+        return []
+    moment = datetime.fromisoformat(until).replace(tzinfo=None) if at is None else at
+    epochs = "SELECT instance, stream, last_frame, stopped FROM instances WHERE began <= ? ORDER BY began, life, epoch"
+    latest = {row[:2]: row[2:] for row in history.ask(epochs, [moment]).rows}
+    held = history.ask("SELECT instance, stream, count(*) FROM residencies_at(?) GROUP BY ALL ORDER BY ALL", [moment])
+    found = []
+    for instance, stream, blocks in held.rows:
+        last, stopped = latest.get((instance, stream), (None, None))
+        if last is not None and last <= moment and (stopped is not None or moment - last >= _QUIET):
+            found.append(
+                Unheard(instance=instance, blocks=blocks, last_frame=_iso(last) or "", stopped=stopped),
+            )
+    return found
 
 
 _COLUMNS = (
@@ -341,22 +417,53 @@ def _named(instance: str, stream: str) -> str:
     return f"{instance} ({stream})" if stream else instance
 
 
+class HoleRow(NamedTuple):
+    """A row of `holes`."""
+
+    instance: str
+    stream: str
+    epoch: int
+    first_offset: int
+    next_offset: int
+    since: datetime | None
+    until: datetime
+
+    def is_open(self, moment: datetime) -> bool:
+        """Whether what was held at a moment is not known for it."""
+        ends = (self.until,) if self.since is None else (self.since, self.until)  # of a clock that may have gone back
+        return (self.since is None or min(ends) <= moment) and moment < max(ends)
+
+
+def hole_rows(history: HistoryDatabase) -> list[HoleRow]:
+    """All holes, by their ends. Raises SourceError."""
+    rows = history.ask(
+        'SELECT instance, stream, epoch, first_offset, next_offset, since, "until" FROM holes ORDER BY "until", 1'
+    ).rows
+    return [HoleRow(*row) for row in rows]
+
+
 def _holes(
     history: HistoryDatabase,
     instances: list[str] | None,
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> list[Unknown]:
-    rows = history.ask(
-        'SELECT instance, since, "until", next_offset - first_offset FROM holes ORDER BY "until", 1'
-    ).rows
     return [
-        Unknown(instance=row[0], since=_iso(row[1]), until=_iso(row[2]), events=row[3])
-        for row in rows
-        if (instances is None or row[0] in instances)
-        and (since is None or row[2] >= since)
-        and (until is None or row[1] is None or row[1] < until)
+        _unknown(row)
+        for row in hole_rows(history)
+        if (instances is None or row.instance in instances)
+        and (since is None or row.until >= since)
+        and (until is None or row.since is None or row.since < until)
     ]
+
+
+def _unknown(row: HoleRow) -> Unknown:
+    return Unknown(
+        instance=row.instance,
+        since=_iso(row.since),
+        until=_iso(row.until),
+        events=row.next_offset - row.first_offset,
+    )
 
 
 def _iso(moment: datetime | None) -> str | None:

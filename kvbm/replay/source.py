@@ -5,10 +5,13 @@ opening.py finds them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from kvbm.core.backend import Backend
 from kvbm.core.codec import MAGIC, ScannedFrame
@@ -21,12 +24,17 @@ from kvbm.streams.journal.segments import SEGMENT_SUFFIX
 
 TRUNCATED = "truncated-capture"
 ARCHIVE_SUFFIX = ".kvbm"
+CHECKED_BYTES = 64 << 10
 
 _WINDOW_BYTES = 1 << 20
 
 
 class SourceError(KvbmError):
     """Input that cannot be used at all; the message names it and what would do. A retry does not help."""
+
+
+class SourceChangedError(SourceError):
+    """A source is not any more what it was when it was read up to a place; a reader begins anew."""
 
 
 class FramePlace(NamedTuple):
@@ -82,6 +90,20 @@ class FrameSource(Protocol):
         """All frames, fences and damage, once. Raises SourceError, JournalError, StreamError."""
 
 
+class FileReached(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a file was read.
+
+    Attributes:
+        name: with what its source has of several such, without its suffix: a segment of a journal gets another one.
+        bytes: from its beginning.
+        crc32: of the last of these, as many as `CHECKED_BYTES`.
+    """
+
+    name: str
+    bytes: int
+    crc32: int
+
+
 class SourceFile(NamedTuple):
     """One file of frames.
 
@@ -94,16 +116,37 @@ class SourceFile(NamedTuple):
     group: str
     may_tear: bool
 
+    @property
+    def key(self) -> str:
+        """As `FileReached.name`."""
+        return f"{self.group}/{self.path.with_suffix('').name}"
+
 
 class FileSource:
     """Files of whole frames: a `FrameSource`. Nothing is locked or changed, and a manager or catalog may go on writing.
 
     Args:
         is_trimmed: it is a journal or an archive: files may go from its beginning, now and while it is read.
+        settled: gives the last file that its writer will not write again, and how many bytes of it; None: all is
+            settled.
+
+    Attributes:
+        reached: of `read_on`, how far it has come. order: as in `Located`, of what comes next.
+        unsettled: what it has found behind that.
     """
 
-    def __init__(self, name: str, files: list[SourceFile], is_trimmed: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        files: list[SourceFile],
+        is_trimmed: bool,
+        settled: Callable[[], tuple[str, int] | None] = lambda: None,
+    ) -> None:
         self.name = name
+        self.reached: list[FileReached] = []
+        self.order = 0
+        self.unsettled: list[Located] = []
+        self._settled = settled
         self.is_trimmed = is_trimmed
         self.total = 0
         self.done = 0
@@ -133,11 +176,93 @@ class FileSource:
                 os.close(handle)
             before += size
         self.done = before
-        if not before:
+        self._check_frames(before, frames)
+
+    def read_on(
+        self, backend: Backend, reached: Sequence[FileReached] = (), order: int = 0, beyond: bool = True
+    ) -> Iterator[Located]:
+        """What lies behind a place, up to where nothing is written again: a torn end, and what a writer may cut off, is
+        in `unsettled`.
+
+        Args:
+            reached, order: as the attributes of one who has read before.
+            beyond: whether to look for what is not settled.
+        Raises: SourceError. SourceChangedError: what was read before is not there any more, or something else is.
+        """
+        before = {one.name: one for one in reached}
+        self._check_order(before)
+        self.reached, self.order, self.unsettled = list(reached), order, []
+        settled = self._settled()
+        frames = read = 0
+        last = {file.group: file.key for file in self._files}
+        last_known = {file.group: file.key for file in self._files if file.key in before}
+        for file in self._files:
+            known = before.get(file.key)
+            try:
+                handle = _opened(file.path)
+            except FileNotFoundError:
+                if not self.is_trimmed:
+                    raise SourceError(f"{file.path} does not exist") from None
+                continue
+            except OSError as error:
+                raise SourceError(f"{file.path} cannot be read ({error.strerror})") from None
+            try:
+                size = os.fstat(handle).st_size
+                read += size
+                begin = 0 if known is None else known.bytes
+                is_checked = size < begin or last_known.get(file.group) == file.key
+                if known is not None and is_checked and _checksum(handle, begin) != known.crc32:
+                    raise SourceChangedError(f"{file.path} is not what it was when it was read before")
+                end = size if settled is None or file.path.name < settled[0] else 0
+                if settled is not None and file.path.name == settled[0]:
+                    end = min(size, settled[1])
+                at = begin
+                for piece in _from(handle, begin, size if beyond else max(begin, end), backend):
+                    piece_end = piece.at + _size_of(piece)
+                    located = self._located(file, piece, self.order)
+                    is_torn = isinstance(piece.found, Damage) and piece_end == size and last[file.group] == file.key
+                    if piece_end > end or is_torn or self.unsettled_in(file.group):
+                        if beyond:
+                            self.unsettled.append(located)
+                        continue
+                    yield located
+                    at = piece_end
+                    self.order += 1
+                    frames += bool(piece.data)
+                    self.done = read - size + at
+                crc32 = known.crc32 if known is not None and known.bytes == at else _checksum(handle, at)
+                self._set_reached(file.key, at, crc32)
+            finally:
+                os.close(handle)
+        if not reached and not self.unsettled:
+            self._check_frames(read, frames)
+
+    def unsettled_in(self, group: str) -> bool:
+        """Whether something of a group is unsettled; so is all behind it."""
+        return any(one.group == group for one in self.unsettled)
+
+    def _check_order(self, before: dict[str, FileReached]) -> None:
+        """Raises SourceChangedError: this is another source, or has files before those that were read."""
+        keys = [file.key for file in self._files]
+        if before and not any(key in before for key in keys):
+            raise SourceChangedError(f"{self.name} has no file of those that were read before")
+        unknown: set[str] = set()
+        for file in self._files:
+            if file.key not in before:
+                unknown.add(file.group)
+            elif file.group in unknown:
+                raise SourceChangedError(f"{self.name} has a file before {file.path.name} that was not there before")
+
+    def _set_reached(self, key: str, size: int, crc32: int) -> None:
+        self.reached = [one for one in self.reached if one.name != key]
+        self.reached.append(FileReached(name=key, bytes=size, crc32=crc32))
+
+    def _check_frames(self, size: int, frames: int) -> None:
+        if not size:
             raise SourceError(f"{self.name} is empty: it holds no frame")
         if not frames and not self._has_magic():
             raise SourceError(
-                f"{self.name} is not a capture, archive or journal of kvbm: no frame begins in its {before:,} bytes"
+                f"{self.name} is not a capture, archive or journal of kvbm: no frame begins in its {size:,} bytes"
             )
 
     def _located(self, file: SourceFile, piece: Piece, order: int) -> Located:
@@ -164,6 +289,24 @@ def _holds_magic(path: Path) -> bool:
         os.close(handle)
 
 
+def _from(handle: int, begin: int, end: int, backend: Backend) -> Iterator[Piece]:
+    """What a file holds in [begin, end)."""
+    for piece in scan(
+        _Window(handle, begin).read, end - begin, backend, lambda at: next_data(handle, begin + at) - begin
+    ):
+        yield piece._replace(at=begin + piece.at)
+
+
+def _size_of(piece: Piece) -> int:
+    return piece.found.size if isinstance(piece.found, Damage) else len(piece.data)
+
+
+def _checksum(handle: int, end: int) -> int:
+    """Of the last bytes before a place. Raises OSError."""
+    first = max(0, end - CHECKED_BYTES)
+    return zlib.crc32(os.pread(handle, end - first, first))
+
+
 def _opened(path: Path) -> int:
     """A file, also when it has become history since its folder was listed. Raises OSError."""
     try:
@@ -177,15 +320,15 @@ def _opened(path: Path) -> int:
 class _Window:
     """Reads a file by position, through one buffer."""
 
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
+    def __init__(self, handle: int, begin: int = 0) -> None:
+        self._handle, self._begin = handle, begin
         self._at = 0
         self._data = b""
 
     def read(self, at: int, size: int) -> bytes:
         """`size` bytes from `at` on; fewer at the end of the file."""
         if not self._at <= at <= at + size <= self._at + len(self._data):
-            self._at, self._data = at, os.pread(self._handle, max(size, _WINDOW_BYTES), at)
+            self._at, self._data = at, os.pread(self._handle, max(size, _WINDOW_BYTES), self._begin + at)
         return self._data[at - self._at : at - self._at + size]
 
 

@@ -19,19 +19,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar
 
 from kvbm.core.errors import MissingExtraError
-from kvbm.replay.history import RESIDENCIES, read_manifest
+from kvbm.replay.history_manifest import HistoryFile, check_files, read_manifest
 from kvbm.replay.source import SourceError
 
 MEMORY_BYTES = 1 << 30
 TIMEOUT_S = 60.0
 MOST_ROWS = 100_000
 _BATCH_ROWS = 10_000
+_AGAIN_S = 0.05  # between two interrupts: one that comes before a question runs counts for nothing
 _SPECIAL = "[*?"  # in a path that DuckDB is given they stand for other files
 _Result = TypeVar("_Result")
-_FILES = ("instances", "namespaces", "holes")
 _WHO = "instance, stream, life, epoch"
 _VIEWS = (
     # a stay has two events, its begin and its end; what moved begins and ends in one
@@ -84,6 +84,22 @@ _VIEWS = (
 )
 
 
+class SlowQuestionError(SourceError):
+    """A question took longer than it may."""
+
+
+class LargeQuestionError(SourceError):
+    """A question takes more memory than it may, or has too many rows."""
+
+
+class DamagedHistoryError(SourceError):
+    """A file of the history is not there, or no good."""
+
+
+class BrokenDatabaseError(SourceError):
+    """A question has met a fault of DuckDB's, after which that answers nothing more; open the history again."""
+
+
 class SqlAnswer(NamedTuple):
     """What a question gave.
 
@@ -104,10 +120,14 @@ class HistoryDatabase:
     Args:
         folder: what `write_history` made.
         memory_bytes: what DuckDB may take for a question; a larger one fails.
+        threads: of DuckDB; None: one a core.
+
+    Attributes:
+        timeout_s: what a question takes at most, unless it is said with it.
     Raises: SourceError: there is no history, or it is damaged. MissingExtraError.
     """
 
-    def __init__(self, folder: Path, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, folder: Path, memory_bytes: int = MEMORY_BYTES, threads: int | None = None) -> None:
         try:
             import duckdb
         except ImportError:
@@ -120,12 +140,27 @@ class HistoryDatabase:
             raise SourceError(
                 f"{data}: DuckDB reads no folder that has one of {_SPECIAL} in its path; give it another name"
             )
-        files = {name: [data / f"{name}.parquet"] for name in _FILES}
-        files["history"] = sorted(data.glob(f"{RESIDENCIES}-*.parquet"))
+        try:
+            check_files(folder, self.manifest)
+        except SourceError as error:
+            raise DamagedHistoryError(str(error)) from None
+        tail = self.manifest.tail
+        told: dict[str, Sequence[HistoryFile | None]] = {
+            "instances": [tail.instances],
+            "namespaces": [tail.namespaces],
+            "holes": [tail.holes],
+            "history": [*(file for run in self.manifest.runs for file in run.stays), *tail.stays],
+        }
+        files = {name: [data / one.name for one in found if one is not None] for name, found in told.items()}
+        self._data = data
+        self._guard = threading.Lock()  # held while a question ends, is interrupted, or all of it is closed
+        self._is_closed = False
+        self.timeout_s = TIMEOUT_S
         try:
             for statement in (
                 f"SET memory_limit = '{memory_bytes >> 20}MiB'",
                 "SET temp_directory = ''",
+                *([] if threads is None else [f"SET threads = {threads}"]),
                 *(f"CREATE VIEW {name} AS FROM read_parquet({_listed(paths)})" for name, paths in files.items()),
                 *_VIEWS,
                 f"SET allowed_directories = ['{_quoted(data)}']",
@@ -136,9 +171,9 @@ class HistoryDatabase:
         except duckdb.Error as error:
             self.close()
             why = str(error).strip().splitlines()[0]
-            raise SourceError(f"{folder} cannot be read ({why}); make the history anew") from None
+            raise DamagedHistoryError(f"{folder} cannot be read ({why}); make the history anew") from None
 
-    def ask(self, question: str, values: Sequence[object] = (), timeout_s: float = TIMEOUT_S) -> SqlAnswer:
+    def ask(self, question: str, values: Sequence[object] = (), timeout_s: float | None = None) -> SqlAnswer:
         """The rows of a question, MOST_ROWS at most.
 
         Args:
@@ -150,13 +185,15 @@ class HistoryDatabase:
             asked = self._connection.execute(question, list(values))
             rows = asked.fetchmany(MOST_ROWS + 1)
             if len(rows) > MOST_ROWS:
-                raise SourceError(f"the answer has more than {MOST_ROWS:,} rows; add LIMIT, or take --csv or --arrow")
+                raise LargeQuestionError(
+                    f"the answer has more than {MOST_ROWS:,} rows; add LIMIT, or take --csv or --arrow"
+                )
             return SqlAnswer([column[0] for column in asked.description or ()], rows)
 
         return self._within(question, answer, timeout_s)
 
     def batches(
-        self, question: str, take: Callable[[list[str], list[tuple[Any, ...]]], object], timeout_s: float = TIMEOUT_S
+        self, question: str, take: Callable[[list[str], list[tuple[Any, ...]]], object], timeout_s: float | None = None
     ) -> None:
         """Hand all rows of a question on, some at a time; the first time maybe none. Raises SourceError as `ask`."""
 
@@ -170,17 +207,27 @@ class HistoryDatabase:
 
         self._within(question, hand_on, timeout_s)
 
-    def arrow(self, question: str, take: Callable[[Any], object], timeout_s: float = TIMEOUT_S) -> None:
-        """Hand a question's rows on as a pyarrow.RecordBatchReader. Raises SourceError as `ask`."""
-        self._within(question, lambda: take(self._connection.sql(question).to_arrow_reader(_BATCH_ROWS)), timeout_s)
+    def arrow(self, question: str, take: Callable[[Any], object], timeout_s: float | None = None) -> None:
+        """Hand a question's rows on as pyarrow.RecordBatch: an iterator with their `schema`. Raises SourceError as
+        `ask`.
+        """
+
+        def hand_on() -> None:
+            take(_Batches(self._connection.sql(question).to_arrow_reader(_BATCH_ROWS)))
+
+        self._within(question, hand_on, timeout_s)
 
     def cancel(self) -> None:
-        """End the question under way."""
-        self._connection.interrupt()
+        """End the question under way. Any thread."""
+        with self._guard:
+            if not self._is_closed:
+                self._connection.interrupt()
 
     def close(self) -> None:
         """Give back all of it. Idempotent."""
-        self._connection.close()
+        with self._guard:
+            self._is_closed = True
+            self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -188,31 +235,49 @@ class HistoryDatabase:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _within(self, question: str, run: Callable[[], _Result], timeout_s: float) -> _Result:
+    def _within(self, question: str, run: Callable[[], _Result], timeout_s: float | None) -> _Result:
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         self._check(question)
-        over = threading.Event()
+        over, has_ended = threading.Event(), threading.Event()
 
         def stop() -> None:
             over.set()
-            self.cancel()
+            while not has_ended.wait(_AGAIN_S):
+                with self._guard:
+                    if not (has_ended.is_set() or self._is_closed):  # the next question has its own time
+                        self._connection.interrupt()
 
         timer = threading.Timer(timeout_s, stop)
         timer.daemon = True
         timer.start()
         try:
             return run()
-        except self._duckdb.OutOfMemoryException as error:
-            why = str(error).strip().splitlines()[0]
-            raise SourceError(f"the question needs more memory than it may take: {why}") from None
         except (self._duckdb.Error, RuntimeError) as error:
             if over.is_set():
                 late = f"the question took longer than {timeout_s:g} s; ask for less, or give --within"
-                raise SourceError(late) from None
-            if "interrupted" in str(error).lower():
-                raise KeyboardInterrupt from None
-            raise SourceError(str(error).strip()) from None
+                raise SlowQuestionError(late) from None
+            self._raise(error)
         finally:
             timer.cancel()
+            with self._guard:
+                has_ended.set()
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Say what DuckDB says as an error of ours. Raises SourceError, KeyboardInterrupt."""
+        duckdb, said = self._duckdb, str(error).strip()
+        # While rows are read, an error comes with its kind in words alone
+        is_late = isinstance(error, _RowsError)
+        kind, first = said.partition(" Error")[0] if is_late else "", said.partition("\n")[0]
+        is_signal = isinstance(error, RuntimeError) and not is_late and "interrupted" in said.lower()
+        if isinstance(error, duckdb.OutOfMemoryException) or kind == "Out of Memory":
+            raise LargeQuestionError(f"the question needs more memory than it may take: {first}") from None
+        if isinstance(error, duckdb.InterruptException) or kind == "INTERRUPT" or is_signal:
+            raise KeyboardInterrupt from None
+        if isinstance(error, duckdb.FatalException | duckdb.InternalException) or kind in ("FATAL", "INTERNAL"):
+            raise BrokenDatabaseError(first) from None
+        if isinstance(error, duckdb.IOException) or kind == "IO" or str(self._data) in said:
+            raise DamagedHistoryError(f"{said}; make the history anew") from None
+        raise SourceError(said) from None
 
     def _check(self, question: str) -> None:
         """Raises SourceError: it is not one question, but a command, or several."""
@@ -222,6 +287,29 @@ class HistoryDatabase:
             raise SourceError(str(error).strip()) from None
         if len(statements) != 1 or statements[0].type != self._duckdb.StatementType.SELECT:
             raise SourceError("give one question that only reads: SELECT, FROM, WITH, DESCRIBE or SHOW")
+
+
+class _RowsError(RuntimeError):
+    """What went wrong while rows were read."""
+
+
+class _Batches:
+    """Rows as they come. What goes wrong then is told apart from what befalls who takes them: both are OSErrors."""
+
+    def __init__(self, reader: Any) -> None:
+        self.schema = reader.schema
+        self._reader = reader
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return self._reader.read_next_batch()
+        except StopIteration:
+            raise
+        except (OSError, ValueError, RuntimeError) as error:  # as the library has it, by the number it was given
+            raise _RowsError(str(error)) from None
 
 
 def _listed(paths: Sequence[Path]) -> str:

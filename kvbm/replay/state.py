@@ -154,7 +154,7 @@ def states_at(
     """
     states = States(source=source.name)
     if at.clock_us is not None:
-        at = at.on_last_day(_last_us(source, backend, instance))
+        at = at.on_last_day(last_us(source, backend, instance))
         states.notes.append(
             f"the time of day is that of {time_text((at.time_us or 0) * 1000)}, the last one the log reaches"
         )
@@ -178,7 +178,7 @@ def states_at(
     return states
 
 
-def _last_us(source: FrameSource, backend: Backend, instance: str | None) -> int:
+def last_us(source: FrameSource, backend: Backend, instance: str | None) -> int:
     """When the last of its frames was cut; 0 where there is none."""
     read = (one.found for one in only(source.read(backend), instance))
     return max((found.wall_time_ns for found in read if isinstance(found, ScannedFrame)), default=0) // 1000

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 
 from kvbm.core.backend import Backend
@@ -17,10 +18,21 @@ from kvbm.core.codec import ScannedFrame
 from kvbm.core.columns import NO_ROW
 from kvbm.core.events import InstanceStarted, InstanceStopped, PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
-from kvbm.core.stays import RESTARTED, NewStayFold, StayFold
+from kvbm.core.stays import RESTARTED, NewStayFold, StayFold, StayState
 from kvbm.replay.findings import ReplayFinding, undamaged
-from kvbm.replay.order import Begins, LifeBegins, Missing, Next, StreamKey, in_order, life_text
-from kvbm.replay.source import FrameSource, Located, only
+from kvbm.replay.order import (
+    Begins,
+    DamagedBytes,
+    FrameOrdering,
+    LifeBegins,
+    Missing,
+    Next,
+    OrderState,
+    Step,
+    StreamKey,
+    life_text,
+)
+from kvbm.replay.source import Located
 
 _Key = TypeVar("_Key")
 _BATCH_ROWS = 1 << 18
@@ -67,12 +79,79 @@ class EventHole(NamedTuple):
 
 
 class StayRows(NamedTuple):
-    """Some stays of one life of an instance: STAY_ROW, with `namespace` and `from` as in `SourceStays`."""
+    """Some stays of one life of an instance: STAY_ROW, with `namespace` and `from` as in `SourceStays`.
+
+    Attributes:
+        since: those that began in an epoch and at an offset from here on have begun since `SourceStays.mark`.
+        is_kept: they stay as they are, however the source goes on.
+    """
 
     instance: InstanceId
     group: str
     life: int
     stays: np.ndarray
+    since: tuple[int, int]
+    is_kept: bool
+
+
+class Told(msgspec.Struct, kw_only=True):
+    """What a source tells beside stays.
+
+    Attributes:
+        incarnations, holes: in the order they were met.
+        last_ns: the latest wall time met; first_ns: the earliest, 0 before any.
+    """
+
+    incarnations: list[Incarnation] = []
+    holes: list[EventHole] = []
+    notes: list[str] = []
+    findings: list[ReplayFinding] = []
+    last_ns: int = 0
+    first_ns: int = 0
+
+    def copy(self) -> Told:
+        """Another one with the same in it."""
+        return Told(
+            incarnations=[*self.incarnations],
+            holes=[*self.holes],
+            notes=[*self.notes],
+            findings=[*self.findings],
+            last_ns=self.last_ns,
+            first_ns=self.first_ns,
+        )
+
+
+class FoldedStream(NamedTuple):
+    """Where one life of an instance stands: for another `SourceStays` to go on from.
+
+    Attributes:
+        before: the life it takes the place of, until it is known when.
+        last: the last frame of the epoch; its bytes, "" where it has ended.
+        start: the frame that the epoch's start is the first event of; empty without one.
+    """
+
+    key: StreamKey
+    life: int
+    epoch: int
+    last: bytes
+    start: bytes
+    began_ns: int
+    ended_ns: int
+    place: tuple[int, int]
+    since: tuple[int, int]
+    fold: StayState
+    before: FoldedStream | None
+
+
+class SourceState(NamedTuple):
+    """Where a `SourceStays` stands. `orders` is of its streams."""
+
+    streams: list[FoldedStream]
+    orders: list[tuple[StreamKey, OrderState]]
+    told: Told
+    namespaces: list[NamespaceId]
+    fields: list[tuple[NamespaceId, Namespace]]
+    names: list[InstanceId]
 
 
 class _Stream:
@@ -82,51 +161,139 @@ class _Stream:
         self.fold, self.life = fold, life
         self.before = before  # the life it takes the place of, until it is known when
         self.epoch = Epoch(0)
-        self.last: Located | None = None  # the last frame of the epoch
+        self.last = b""  # the last frame of the epoch
+        self.first = b""  # the frame that its start is the first event of
         self.start: InstanceStarted | None = None
         self.began_ns = self.ended_ns = 0
+        self.place = (0, 0)  # the epoch, and the offset of what comes next
+        self.since = (0, 0)  # what began before is marked
         self.has_rows = False  # that nobody has taken
         self.namespace_rows = np.empty(0, dtype=np.uint32)  # of the fold's rows
         self.name_rows = np.empty(0, dtype=np.uint32)
 
+    def state(self, key: StreamKey) -> FoldedStream:
+        """For `of`."""
+        before = self.before.state(key) if self.before is not None else None
+        times = (self.began_ns, self.ended_ns)
+        return FoldedStream(
+            key,
+            self.life,
+            self.epoch,
+            self.last,
+            self.first,
+            *times,
+            self.place,
+            self.since,
+            self.fold.state(),
+            before,
+        )
+
+    @classmethod
+    def of(cls, state: FoldedStream, backend: Backend, new_fold: NewStayFold) -> _Stream:
+        """One that goes on from there."""
+        fold = new_fold()
+        fold.resume(state.fold)
+        made = cls(fold, state.life, None if state.before is None else cls.of(state.before, backend, new_fold))
+        made.epoch, made.last, made.first, made.since = Epoch(state.epoch), state.last, state.start, state.since
+        made.place = state.place
+        made.began_ns, made.ended_ns = state.began_ns, state.ended_ns
+        if state.start:
+            first = backend.decode_frame(state.start)[0].events[0]
+            made.start = first if isinstance(first, InstanceStarted) else None
+        return made
+
 
 class SourceStays:
-    """See the module. `rows` is gone through once; what the attributes say is whole then.
+    """See the module. Stays of what was read are had in two parts: `kept`, which nothing that comes changes, and
+    `tail`, which is so until more was read: what lasts, and what an end of the source here would mean. Both again when
+    the source goes on.
 
     Attributes:
         namespaces: ids by the number rows have for them.
         fields: of those that a start has told.
         names: of instances, by the number rows have for them.
-        incarnations, holes: in the order they were met.
-        last_ns: the latest wall time met.
+        told: by what was read so far. After `tail`, `tail_told` has what it would be if the source ended here.
     """
 
-    def __init__(self, source: FrameSource, backend: Backend, new_fold: NewStayFold) -> None:
-        self.namespaces: dict[NamespaceId, int] = {}
-        self.fields: dict[NamespaceId, Namespace] = {}
-        self.names: dict[InstanceId, int] = {}
-        self.incarnations: list[Incarnation] = []
-        self.holes: list[EventHole] = []
-        self.notes: list[str] = []
-        self.findings: list[ReplayFinding] = []
-        self.last_ns = 0
-        self._source, self._backend, self._new_fold = source, backend, new_fold
+    def __init__(
+        self, is_trimmed: bool, backend: Backend, new_fold: NewStayFold, before: SourceStays | None = None
+    ) -> None:
+        """
+        Args:
+            before: another one, which this one goes on from; it stays as it is, but for numbers of names.
+        """
+        self._is_trimmed, self._backend, self._new_fold = is_trimmed, backend, new_fold
+        self._before = before
         self._streams: dict[StreamKey, _Stream] = {}
+        self.namespaces: dict[NamespaceId, int] = before.namespaces if before is not None else {}
+        self.fields: dict[NamespaceId, Namespace] = before.fields if before is not None else {}
+        self.names: dict[InstanceId, int] = before.names if before is not None else {}
+        self._ordering: FrameOrdering = FrameOrdering(is_trimmed, before._ordering if before is not None else None)
+        self.told: Told = before.told.copy() if before is not None else Told()
+        self.tail_told: Told = self.told
 
-    def rows(self, instance: str | None = None, located: Iterable[Located] | None = None) -> Iterator[StayRows]:
-        """All stays: those that have ended as they end, those that last at the end.
+    def kept(self, located: Iterable[Located]) -> Iterator[StayRows]:
+        """Go on with what comes next of the source. Gives stays that have ended."""
+        yield from self._folded(self._ordering.steps(located))
+        yield from self._taken()
+
+    def mark(self) -> Iterator[StayRows]:
+        """What lasts and has begun since the last mark; it counts as marked from here on."""
+        for key, stream in self._streams.items():
+            for one in _chain(stream):
+                if one.fold.count():
+                    rows = self._rows(key, one, one.fold.lasting())
+                    yield rows._replace(stays=rows.stays[begun_since(rows.stays, rows.since)])
+                one.since = one.place
+
+    def tail(self, unsettled: Iterable[Located] = ()) -> Iterator[StayRows]:
+        """The stays that are not kept; nothing of this one changes.
 
         Args:
-            instance: only this one.
-            located: what was read from the source, where somebody watches it pass.
+            unsettled: what was read beyond, and may yet turn out to be something else.
         """
-        read = self._source.read(self._backend) if located is None else located
-        steps = in_order(only(read, instance), self._source.is_trimmed)
+        fork = SourceStays(self._is_trimmed, self._backend, self._new_fold, self)
+        yield from fork._folded(fork._ordering.steps(unsettled))
+        yield from fork._folded(fork._ordering.finish())
+        yield from fork._taken()
+        for key, before in self._streams.items():
+            if key not in fork._streams and before.before is not None:
+                fork._stream(key)
+        for key in [*self._streams, *(key for key in fork._streams if key not in self._streams)]:
+            stream = fork._streams.get(key) or self._streams[key]
+            fork._end_epoch(key, stream)
+            if stream.before is not None:
+                yield from fork._replaced(key, stream, None)
+            yield fork._rows(key, stream, stream.fold.lasting())._replace(is_kept=False)
+        self.tail_told = fork.told
+
+    def state(self) -> SourceState:
+        """Where this stands."""
+        return SourceState(
+            [stream.state(key) for key, stream in self._streams.items()],
+            self._ordering.states(),
+            self.told,
+            list(self.namespaces),
+            list(self.fields.items()),
+            list(self.names),
+        )
+
+    def resume(self, state: SourceState) -> None:
+        """Go on where another one stood; once, before anything else."""
+        self._ordering.resume(state.orders)
+        for one in state.streams:
+            self._streams[one.key] = _Stream.of(one, self._backend, self._new_fold)
+        self.told = state.told
+        self.namespaces.update((one, number) for number, one in enumerate(state.namespaces))
+        self.names.update((one, number) for number, one in enumerate(state.names))
+        self.fields.update(state.fields)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _folded(self, steps: Iterable[tuple[StreamKey, Step] | DamagedBytes]) -> Iterator[StayRows]:
         untaken = 0  # block events since rows were taken, of all
-        for key, step in undamaged(steps, self.notes, self.findings):
-            stream = self._streams.get(key)
-            if stream is None:
-                stream = self._streams[key] = _Stream(self._new_fold(), 0)
+        for key, step in undamaged(steps, self.told.notes, self.told.findings):
+            stream = self._streams.get(key) or self._stream(key)
             if isinstance(step, Next):
                 if stream.before is not None:
                     yield from self._replaced(key, stream, step.frame)
@@ -137,15 +304,19 @@ class SourceStays:
             elif isinstance(step, Missing | Begins):
                 self._miss(key, stream, step)
             elif isinstance(step, LifeBegins):
-                self.notes.append(life_text(key, step))
+                self.told.notes.append(life_text(key, step))
                 self._end_epoch(key, stream)
+                stream.last = b""
                 self._streams[key] = _Stream(self._new_fold(), stream.life + 1, stream)
-        yield from self._taken()
-        for key, stream in self._streams.items():
-            self._end_epoch(key, stream)
-            if stream.before is not None:
-                yield from self._replaced(key, stream, None)
-            yield self._rows(key, stream, stream.fold.lasting())
+
+    def _stream(self, key: StreamKey) -> _Stream:
+        before = self._before._streams.get(key) if self._before is not None else None
+        if before is None:
+            made = _Stream(self._new_fold(), 0)
+        else:
+            made = _Stream.of(before.state(key), self._backend, self._new_fold)
+        self._streams[key] = made
+        return made
 
     def _take(self, key: StreamKey, stream: _Stream, frame: ScannedFrame, located: Located) -> int:
         """Fold a frame. Returns how many blocks its events name."""
@@ -154,10 +325,13 @@ class SourceStays:
             stream.epoch, stream.began_ns = frame.epoch, frame.wall_time_ns
             first = self._backend.decode_frame(located.data)[0].events[0]
             stream.start = first if isinstance(first, InstanceStarted) else None
+            stream.first = located.data if stream.start is not None else b""
             for one in stream.start.namespaces if stream.start is not None else ():
                 self.fields.setdefault(one.id, one)
-        stream.last, stream.ended_ns = located, frame.wall_time_ns
-        self.last_ns = max(self.last_ns, frame.wall_time_ns)
+        stream.last, stream.ended_ns = located.data, frame.wall_time_ns
+        stream.place = (frame.epoch, frame.next_offset)
+        self.told.last_ns = max(self.told.last_ns, frame.wall_time_ns)
+        self.told.first_ns = min(self.told.first_ns or frame.wall_time_ns, frame.wall_time_ns)
         stream.fold.evolve_frame(located.data)
         stream.has_rows = True
         return sum(frame.blocks)
@@ -165,9 +339,10 @@ class SourceStays:
     def _taken(self) -> Iterator[StayRows]:
         """What has ended of all instances."""
         for key, stream in self._streams.items():
-            if stream.has_rows:
-                stream.has_rows = False
-                yield self._rows(key, stream, stream.fold.take_ended())
+            for one in _chain(stream):
+                if one.has_rows:
+                    one.has_rows = False
+                    yield self._rows(key, one, one.fold.take_ended())
 
     def _replaced(self, key: StreamKey, stream: _Stream, frame: ScannedFrame | None) -> Iterator[StayRows]:
         """What a life held ends where the next one's first frame was cut; without any, with its own last frame."""
@@ -188,14 +363,17 @@ class SourceStays:
         after = step.after if isinstance(step, Missing) else step.located
         first, following = (step.first, step.next) if isinstance(step, Missing) else (Offset(0), step.offset)
         until_ns = after.found.wall_time_ns if isinstance(after.found, ScannedFrame) else 0
-        self.holes.append(EventHole(key.instance, key.group, step.epoch, first, following, stream.ended_ns, until_ns))
+        self.told.holes.append(
+            EventHole(key.instance, key.group, step.epoch, first, following, stream.ended_ns, until_ns)
+        )
 
     def _end_epoch(self, key: StreamKey, stream: _Stream) -> None:
-        if stream.last is None:
+        """Say what is known of an epoch, as it stands."""
+        if not stream.last:
             return
-        last = self._backend.decode_frame(stream.last.data)[0].events[-1]
+        last = self._backend.decode_frame(stream.last)[0].events[-1]
         start = stream.start or InstanceStarted(epoch=stream.epoch)
-        self.incarnations.append(
+        self.told.incarnations.append(
             Incarnation(
                 key.instance,
                 key.group,
@@ -210,7 +388,6 @@ class SourceStays:
                 start.topology,
             )
         )
-        stream.last = None
 
     def _rows(self, key: StreamKey, stream: _Stream, stays: np.ndarray) -> StayRows:
         """Rows with the numbers that all instances share."""
@@ -220,7 +397,21 @@ class SourceStays:
             stays["namespace"] = stream.namespace_rows[stays["namespace"]]
             fetched = stays["from"] != NO_ROW
             stays["from"][fetched] = stream.name_rows[stays["from"][fetched]]
-        return StayRows(key.instance, key.group, stream.life, stays)
+        return StayRows(key.instance, key.group, stream.life, stays, stream.since, self._before is None)
+
+
+def begun_since(stays: np.ndarray, since: tuple[int, int]) -> np.ndarray:
+    """Which have begun in that epoch and at that offset, or later."""
+    epoch, offset = since
+    begun: np.ndarray = (stays["epoch"] > epoch) | ((stays["epoch"] == epoch) & (stays["begin_offset"] >= offset))
+    return begun
+
+
+def _chain(stream: _Stream | None) -> Iterator[_Stream]:
+    """A life, and those it takes the place of."""
+    while stream is not None:
+        yield stream
+        stream = stream.before
 
 
 def _numbered(known: np.ndarray, keys: tuple[_Key, ...], shared: dict[_Key, int]) -> np.ndarray:

@@ -47,7 +47,8 @@ def exporting(endpoint: str, share: float, resource: Mapping[str, str], version:
 
     Args:
         endpoint: its URL; /v1/traces is added where it has no path.
-        share: of the traces that begin here, 0 to 1; those that began elsewhere go on as was decided there.
+        share: of the traces that begin here, 0 to 1; those that began elsewhere go on as was decided there, where who
+            began them is believed.
         resource: what all spans say of who made them.
     """
     queue = _SpanQueue(endpoint)
@@ -59,7 +60,13 @@ def exporting(endpoint: str, share: float, resource: Mapping[str, str], version:
         span_limits=SpanLimits(max_span_attributes=_MOST_VALUES, max_attribute_length=_MOST_TEXT),
     )
     provider.add_span_processor(queue)
-    return Tracing(provider.get_tracer("kvbm", version), queue.shutdown, queue.disown)
+    bound = TraceIdRatioBased.get_bound_for_rate(share)
+    return Tracing(
+        provider.get_tracer("kvbm", version),
+        queue.shutdown,
+        queue.disown,
+        lambda trace_id: trace_id & TraceIdRatioBased.TRACE_ID_LIMIT < bound,
+    )
 
 
 class _Ids(IdGenerator):
@@ -84,7 +91,7 @@ class _SpanQueue(SpanProcessor):
         self._receiver = _Receiver(endpoint)
         self._stops = threading.Event()
         self._is_away = False
-        self._lost = 0  # the queue was full
+        self._lost = 0  # the queue was full, or the receiver has refused them
         self._thread = threading.Thread(target=self._run, name="kvbm-traces", daemon=True)
         self._thread.start()
 
@@ -156,8 +163,11 @@ class _SpanQueue(SpanProcessor):
             self._is_away = True
             if is_away:
                 room = MOST_WAITING - len(self._waiting)
-                self._waiting.extendleft(reversed(batch[-room:] if room else []))
+                kept = batch[-room:] if room else []
+                self._lost += len(batch) - len(kept)
+                self._waiting.extendleft(reversed(kept))
                 return False
+            self._lost += len(batch)
         return True
 
 

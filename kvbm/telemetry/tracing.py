@@ -15,6 +15,7 @@ from kvbm.safe_log import SafeLog
 
 try:
     from opentelemetry import trace
+    from opentelemetry.context import attach, detach
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError:
     raise MissingExtraError("traces (opentelemetry-api)", "traces") from None
@@ -39,7 +40,9 @@ class TraceSpan:
 
     def __init__(self, inner: trace.Span, tracing: Tracing) -> None:
         self._inner, self._tracing, self._is_ended = inner, tracing, False
-        self.is_recording = inner.is_recording()
+        self.is_recording = False
+        with tracing.guarded():
+            self.is_recording = inner.is_recording()
 
     def put(self, values: Mapping[str, Value]) -> None:
         """Say more of it; names without `kvbm.` before them."""
@@ -73,8 +76,15 @@ class TraceSpan:
     @contextmanager
     def current(self) -> Iterator[None]:
         """Within, it is the caller's current span: questions to the catalog name it."""
-        with trace.use_span(self._inner, record_exception=False, set_status_on_exception=False):
+        token = None
+        with self._tracing.guarded():
+            token = attach(trace.set_span_in_context(self._inner))
+        try:
             yield
+        finally:
+            if token is not None:
+                with self._tracing.guarded():
+                    detach(token)
 
 
 class Tracing:
@@ -82,6 +92,7 @@ class Tracing:
 
     Args:
         close: ends what exports them, in a bounded time. disown: this process is a forked child.
+        chooses: whether a trace of this id is among the share that begins here.
     """
 
     def __init__(
@@ -89,8 +100,9 @@ class Tracing:
         tracer: trace.Tracer,
         close: Callable[[], None] = lambda: None,
         disown: Callable[[], None] = lambda: None,
+        chooses: Callable[[int], bool] = lambda trace_id: True,
     ) -> None:
-        self._tracer, self.close, self.disown = tracer, close, disown
+        self._tracer, self.close, self.disown, self._chooses = tracer, close, disown, chooses
         self._guard, self._is_broken = threading.Lock(), False
 
     def begin(
@@ -112,14 +124,22 @@ class Tracing:
             if isinstance(parent, TraceSpan):
                 context = trace.set_span_in_context(parent._inner)
             elif parent is not None:
-                carried = {_HEADER: parent} if len(parent) <= _MOST_HEADER else {}
-                context = _read.extract(carried, context=trace.set_span_in_context(trace.INVALID_SPAN))
+                context = trace.set_span_in_context(trace.NonRecordingSpan(_context_of(parent)))
             named = {f"kvbm.{one}": value for one, value in (values or {}).items()}
             inner = self._tracer.start_span(name, context, kind, named)
         return TraceSpan(inner, self)
 
-    def begin_answer(self, name: str, parent: str, values: Mapping[str, Value]) -> TraceSpan:
-        """A span of an answer to somebody else's question, which has come with this `traceparent`."""
+    def begin_answer(self, name: str, parent: str, values: Mapping[str, Value], is_believed: bool = True) -> TraceSpan:
+        """A span of an answer to somebody else's question, which has come with this `traceparent`.
+
+        Args:
+            is_believed: who asks decides whether the trace is made; else it is made where it would be made here, too.
+        """
+        if not is_believed and parent:
+            with self.guarded():
+                context = _context_of(parent)
+                if context.trace_flags.sampled and not self._chooses(context.trace_id):
+                    parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-00"
         return self.begin(name, parent, values, trace.SpanKind.SERVER)
 
     @contextmanager
@@ -136,6 +156,13 @@ class Tracing:
                     why=f"{type(error).__name__}: {error}",
                     notice="requests go on, their traces have holes; this is said once",
                 )
+
+
+def _context_of(header: str) -> trace.SpanContext:
+    """What a `traceparent` names; nothing where it is none."""
+    carried = {_HEADER: header} if len(header) <= _MOST_HEADER else {}
+    found = _read.extract(carried, context=trace.set_span_in_context(trace.INVALID_SPAN))
+    return trace.get_current_span(found).get_span_context()
 
 
 def tracing_of_engine(version: str) -> Tracing | None:

@@ -200,6 +200,7 @@ class PythonIndex {
     nb::object started = nb::none();
     // Everything is read before anything is applied. Of a frame of usual size the events are kept, so it is read once.
     const bool is_kept = header.event_count <= kKeptEvents;
+    nb::list usages;
     std::uint32_t position = 0;
     std::vector<Event> events;
     events.reserve(is_kept ? header.event_count : 0);
@@ -213,6 +214,9 @@ class PythonIndex {
         if (is_wanted) {
           started = std::move(decoded);
         }
+      }
+      if (const auto* const usage = std::get_if<UsageRecorded>(&*event); usage != nullptr && is_wanted) {
+        usages.append(nb::make_tuple(position - 1, decode_usage(*classes_.frames, usage->report, at)));
       }
       if (is_wanted && is_kept) {
         events.push_back(*event);
@@ -241,7 +245,7 @@ class PythonIndex {
       stopped = classes_.stop_reason(static_cast<int>(*applied.stopped));
     }
     return classes_.applied(number_of(applied.events), number_of(applied.blocks), started.release().ptr(),
-                            stopped.release().ptr(), claims.release().ptr());
+                            stopped.release().ptr(), claims.release().ptr(), usages.release().ptr());
   }
 
   nb::object apply_plain(const nb::list& messages, const nb::list& places) {

@@ -117,10 +117,13 @@ struct FrameClasses {
   StructClass<5> listed{events, "ResidenciesListed", {{"namespace", "tier", "snapshot", "hashes", "slots"}}};
   StructClass<3> snapshot_ended{events, "SnapshotEnded", {{"tier", "snapshot", "count"}}};
   StructClass<1> stopped{events, "InstanceStopped", {{"reason"}}};
+  StructClass<0> usage{events, "UsageRecorded", {}};
   StructClass<6> frame{codec, "Frame", {{"instance", "epoch", "first_offset", "wall_time_ns", "digest", "events"}}};
 
   nb::object encode_started = codec.attr("encode_started");
   nb::object decode_started = codec.attr("decode_started");
+  nb::object encode_usage = codec.attr("encode_usage");
+  nb::object decode_usage = codec.attr("decode_usage");
   nb::object no_parent = ids.attr("NO_PARENT");
   nb::object no_slots = nb::bytes("", 0);
 };
@@ -133,6 +136,10 @@ const nb::object& python_tier(const FrameClasses& classes, Tier tier) { return c
 
 nb::object decode_started(const FrameClasses& classes, Bytes blob, std::uint64_t at) {
   return classes.decode_started(copy_bytes(blob), at);
+}
+
+nb::object decode_usage(const FrameClasses& classes, Bytes report, std::uint64_t at) {
+  return classes.decode_usage(copy_bytes(report), at);
 }
 
 // -- Python → C++ -----------------------------------------------------------------------------------------------------
@@ -192,6 +199,9 @@ Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers) 
   }
   if (classes.started.is_type_of(event)) {
     return InstanceStarted{.blob = kept_bytes(classes.encode_started(event), keepers)};
+  }
+  if (classes.usage.is_type_of(event)) {
+    return UsageRecorded{.report = kept_bytes(classes.encode_usage(event), keepers)};
   }
   throw nb::type_error("a frame holds events of kvbm.core.events only");
 }
@@ -263,6 +273,8 @@ class EventMaker {
   }
 
   nb::object operator()(const InstanceStopped& event) { return classes_.stopped(classes_.stop_reason(event.reason)); }
+
+  nb::object operator()(const UsageRecorded& event) { return decode_usage(classes_, event.report, at_); }
 
  private:
   // Most frames have one namespace, so its bytes object is shared by the events that follow each other.

@@ -4,6 +4,8 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "arrays.hpp"
@@ -25,7 +27,11 @@ struct FoldClasses {
   nb::object pool = nb::module_::import_("kvbm.core.events").attr("PoolStated");
   nb::object reach = nb::module_::import_("kvbm.core.ids").attr("Reach");
   nb::object frame_error = nb::module_::import_("kvbm.core.errors").attr("FrameError");
-  nb::object stay_row = nb::module_::import_("kvbm.core.stays").attr("STAY_ROW");
+  nb::module_ stays = nb::module_::import_("kvbm.core.stays");
+  nb::object stay_row = stays.attr("STAY_ROW");
+  nb::object tier_row = stays.attr("TIER_STATE_ROW");
+  nb::object stay_state = stays.attr("StayState");
+  nb::object number = nb::module_::import_("numpy").attr("dtype")("<u4");
 };
 
 WireInteger wire_integer(nb::handle value) {
@@ -151,6 +157,46 @@ nb::object names(const History& history) {
   return nb::tuple(made);
 }
 
+nb::object history_state(const History& history, const FoldClasses& classes) {
+  return named_tuple(classes.stay_state, python_integer(history.epoch()),
+                     records_over(history.tier_states(), classes.tier_row), namespace_ids(history), names(history),
+                     records_over(history.lasting(), classes.stay_row),
+                     records_over(history.lasting_snapshots(), classes.number));
+}
+
+// The rows of an array of records, copied: who gives them may have them in a file. Throws Error: kLayout.
+template <class Row>
+std::vector<Row> rows_of(nb::handle records) {
+  const BufferView view(records);
+  const Bytes bytes = view.bytes();
+  if (bytes.size() % sizeof(Row) != 0) {
+    throw Error(ErrorCode::kLayout, "an array has rows of another size");
+  }
+  std::vector<Row> rows(bytes.size() / sizeof(Row));
+  if (!rows.empty()) {
+    std::memcpy(rows.data(), bytes.data(), bytes.size());
+  }
+  return rows;
+}
+
+void resume_history(History& history, nb::handle state) {
+  std::vector<NamespaceId> ids;
+  for (const nb::handle id : state.attr("namespaces")) {
+    const BufferView view(id);
+    if (view.bytes().size() != std::tuple_size_v<NamespaceId>) {
+      throw Error(ErrorCode::kLayout, "a namespace's id has another size");
+    }
+    std::copy(view.bytes().begin(), view.bytes().end(), ids.emplace_back().begin());
+  }
+  std::vector<std::string> names;
+  for (const nb::handle name : state.attr("names")) {
+    names.push_back(nb::cast<std::string>(name));
+  }
+  history.resume(wire_integer(state.attr("epoch")), rows_of<TierStateRow>(state.attr("tiers").attr("tobytes")()), ids,
+                 names, rows_of<StayRow>(state.attr("lasting").attr("view")("u1")),
+                 rows_of<std::uint32_t>(state.attr("snapshots").attr("view")("u1")));
+}
+
 nb::dict pools(const FrameFold& fold, const FoldClasses& classes) {
   nb::dict made;
   for (const PoolStated& pool : fold.pools()) {
@@ -252,6 +298,11 @@ void bind_frame_fold(nb::module_& module, const SharedErrors& errors) {
       .def("miss_events", &History::miss_events)
       .def("take_ended", [classes](History& history) { return records_over(history.take_ended(), classes->stay_row); })
       .def("lasting", [classes](const History& history) { return records_over(history.lasting(), classes->stay_row); })
+      .def("state", [classes](const History& history) { return history_state(history, *classes); })
+      .def(
+          "resume",
+          [errors](History& history, nb::handle state) { translated(errors, [&] { resume_history(history, state); }); },
+          nb::arg("state"))
       .def("count", &History::count)
       .def_prop_ro("namespaces", &namespace_ids)
       .def_prop_ro("names", &names);

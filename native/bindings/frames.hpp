@@ -35,6 +35,9 @@ Event event_of(nb::handle event, const FrameClasses& classes, Keepers& keepers);
 // The InstanceStarted of a frame at a position. Raises MalformedFrameError.
 nb::object decode_started(const FrameClasses& classes, Bytes blob, std::uint64_t at);
 
+// The UsageRecorded of a frame at a position. Raises MalformedFrameError.
+nb::object decode_usage(const FrameClasses& classes, Bytes report, std::uint64_t at);
+
 // Notes the flaw of a frame whose InstanceStarted is of another epoch than it, unless it has one already.
 void check_epoch(ScannedFrame& frame, const nb::object& epoch);
 

@@ -50,6 +50,7 @@ struct LedgerClasses {
   EnumClass tier{ids, "Tier"};
   nb::object started = events.attr("InstanceStarted");
   nb::object encode_started = codec.attr("encode_started");
+  nb::object encode_usage = codec.attr("encode_usage");
   nb::object cluster = ids.attr("Reach").attr("CLUSTER");
   nb::object stop_shutdown = events.attr("StopReason").attr("SHUTDOWN");
 };
@@ -146,6 +147,7 @@ nb::bytes packed(std::span<const std::uint32_t> slots) { return nb::bytes(slots.
 nb::bytes framed(const FrameBody& body, FrameHeader header) {
   header.first_offset = body.first_offset;
   header.digest = body.digest;
+  header.version = body.version;
   const nb::bytes data = new_bytes(frame_bytes(header, body.namespaces.size(), body.used));
   const std::span<std::uint8_t> out = writable(data);
   std::uint8_t* const events = write_head(header, body.event_count, body.namespaces, out);
@@ -206,6 +208,13 @@ class PythonLedger {
 
   void stop(nb::handle reason) {
     translated([&] { ledger_.stop(member_of<StopReason>(reason, kStopReasonCount, "StopReason")); });
+  }
+
+  void record_usage(nb::handle usage) {
+    translated([&] {
+      const nb::object report = classes_->encode_usage(usage);
+      ledger_.record_usage(run_of(report));
+    });
   }
 
   nb::list take_frames(nb::handle instance, std::uint64_t wall_time_ns) {
@@ -462,6 +471,7 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
            nb::arg("engine") = "", nb::arg("version") = "", nb::arg("recovered") = nb::none())
       .def("restart", &PythonLedger::restart, nb::arg("epoch"))
       .def("stop", &PythonLedger::stop, nb::arg("reason") = classes->stop_shutdown)
+      .def("record_usage", &PythonLedger::record_usage, nb::arg("usage"))
       .def("take_frames", &PythonLedger::take_frames, nb::arg("instance"), nb::arg("wall_time_ns"))
       .def("match", &PythonLedger::match, nb::arg("hashes"), nb::arg("pinned") = false, nb::arg("hottest") = hbm,
            nb::arg("namespace") = nb::none())

@@ -91,4 +91,5 @@ NB_MODULE(_native, module) {
   bind_object_receiver(module, errors);
   bind_last_touches(module, errors);
   bind_block_ages(module, errors);
+  bind_usage_meter(module, errors);
 }

@@ -140,6 +140,9 @@ struct RequireGood {
   }
   void operator()(const SnapshotEnded& ended) const { require_member(ended.tier, kTierCount); }
   void operator()(const InstanceStopped& stopped) const { require_member(stopped.reason, kStopReasonCount); }
+  void operator()(const UsageRecorded& usage) const {
+    REQUIRE(lies_in(usage.report, frame) && usage.report.size() >= kUsageFieldBytes);
+  }
 };
 
 bool is_frame_error(ErrorCode code) {

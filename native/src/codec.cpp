@@ -17,6 +17,8 @@ constexpr std::uint8_t kMagic[4] = {'K', 'V', 'B', 'M'};
 constexpr std::uint8_t kFlagSlots = 1;
 constexpr std::uint8_t kFlagParent = 2;
 constexpr std::uint8_t kFlagKept = 4;
+constexpr std::uint8_t kFlagLast = 1;        // of a UsageRecorded
+constexpr std::size_t kMaxUsageRows = 1024;  // of one; kvbm/core/events.py has it too
 constexpr std::uint8_t kFromInstance = 255;
 
 // Encoded bytes of each kind of event, its kind included, before its variable part.
@@ -36,6 +38,7 @@ enum class Kind : std::uint8_t {
   kListed = 5,
   kSnapshotEnded = 6,
   kStopped = 7,
+  kUsage = 8,
 };
 
 template <class Value>
@@ -313,6 +316,9 @@ std::optional<Event> FrameReader::next() {
     case Kind::kStopped:
       read(emplaced<InstanceStopped>(event));
       return event;
+    case Kind::kUsage:
+      read(emplaced<UsageRecorded>(event));
+      return event;
   }
   throw malformed(at_, "event kind " + std::to_string(kind) + " does not exist");
 }
@@ -409,6 +415,36 @@ void FrameReader::read(InstanceStopped& event) {
   event.reason = member<StopReason>(fields[1], kStopReasonCount, "StopReason", at_);
 }
 
+void FrameReader::read(UsageRecorded& event) {
+  // fields: [0] flags, [1, 3) rows, [3, 11) since, [11, 19) until, [19, 51) bytes of a block by tier
+  take(1);
+  const std::size_t begin = position_;
+  const Bytes fields = take(kUsageFieldBytes);
+  check_flags(fields[0], kFlagLast, at_);
+  if (load<std::uint64_t>(fields.data() + 11) < load<std::uint64_t>(fields.data() + 3)) {
+    throw malformed(at_, "a usage ends before it begins");
+  }
+  const std::size_t rows = load<std::uint16_t>(fields.data() + 1);
+  if (rows > kMaxUsageRows) {
+    throw malformed(at_,
+                    "a usage of " + std::to_string(rows) + " rows; at most " + std::to_string(kMaxUsageRows) + " fit");
+  }
+  Bytes before;
+  for (std::size_t row = 0; row < rows; ++row) {
+    const Bytes tenant = take(take(1)[0]);
+    take(kUsageNumberBytes);
+    if (!is_utf8(tenant) || std::ranges::find(tenant, 0) != tenant.end()) {
+      throw malformed(at_, "a tenant's name in a usage is not UTF-8 without NUL");
+    }
+    if (row > 0 && !std::ranges::lexicographical_compare(before, tenant)) {
+      throw malformed(at_, "the tenants of a usage are not in order");
+    }
+    before = tenant;
+  }
+  event.report = data_.subspan(begin, position_ - begin);
+  version_ = std::max<std::uint16_t>(version_, 3);
+}
+
 void FrameReader::finish() {
   if (position_ != end_) {
     throw malformed(at_, std::to_string(end_ - position_) + " bytes after the last event");
@@ -457,6 +493,7 @@ std::size_t event_bytes(const Event& event) {
                         },
                         [](const SnapshotEnded&) { return kSnapshotEndedBytes; },
                         [](const InstanceStopped&) { return kStoppedBytes; },
+                        [](const UsageRecorded& usage) { return 1 + usage.report.size(); },
                     },
                     event);
 }
@@ -475,6 +512,9 @@ const NamespaceId* namespace_of(const Event& event) noexcept {
 
 std::uint16_t frame_version(const Event& event) noexcept {
   constexpr std::uint8_t kWithAttributes = 0x97;  // an array of 7: the fields of version 1, and attributes
+  if (std::holds_alternative<UsageRecorded>(event)) {
+    return 3;
+  }
   const auto* const started = std::get_if<InstanceStarted>(&event);
   return started != nullptr && !started->blob.empty() && started->blob[0] == kWithAttributes ? 2 : 1;
 }
@@ -544,6 +584,10 @@ std::uint8_t* write_event(const Event& event, std::uint8_t namespace_index, std:
                  [&](const InstanceStopped& stopped) {
                    pen.code(Kind::kStopped);
                    pen.code(stopped.reason);
+                 },
+                 [&](const UsageRecorded& usage) {
+                   pen.code(Kind::kUsage);
+                   pen.bytes(usage.report);
                  },
              },
              event);

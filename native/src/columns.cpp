@@ -104,6 +104,8 @@ class EventAdder {
 
   void operator()(const InstanceStopped& event) { add(7, kNoCode).code = static_cast<std::uint8_t>(event.reason); }
 
+  void operator()(const UsageRecorded&) { add(8, kNoCode); }
+
  private:
   EventRow& add(std::uint8_t kind, std::uint8_t tier) {
     // zero, and then set where it lies: a copy would wait for its stores

@@ -87,6 +87,78 @@ std::vector<StayRow> History::lasting() const {
   return rows;
 }
 
+std::vector<TierStateRow> History::tier_states() const {
+  std::vector<TierStateRow> rows;
+  for (std::uint8_t tier = 0; tier < kTierCount; ++tier) {
+    const Snapshot& one = snapshot_of(static_cast<Tier>(tier));
+    rows.push_back({.listed = one.listed,
+                    .snapshot = one.number,
+                    .is_open = one.is_open,
+                    .is_whole = one.is_whole,
+                    .is_cluster = is_cluster(static_cast<Tier>(tier)),
+                    .unused = 0});
+  }
+  return rows;
+}
+
+std::vector<std::uint32_t> History::lasting_snapshots() const {
+  std::vector<std::uint32_t> snapshots;
+  snapshots.reserve(count());
+  for (std::uint8_t tier = 0; tier < kTierCount; ++tier) {
+    const ResidencyTable& here = *table(static_cast<Tier>(tier));
+    for (const std::uint32_t position : here.held()) {
+      snapshots.push_back(here[position].snapshot);
+    }
+  }
+  return snapshots;
+}
+
+void History::resume(WireInteger epoch, std::span<const TierStateRow> tiers, std::span<const NamespaceId> namespaces,
+                     const std::vector<std::string>& names, std::span<const StayRow> lasting,
+                     std::span<const std::uint32_t> snapshots) {
+  if (tiers.size() != kTierCount || snapshots.size() != lasting.size() || count() != 0 || !ids_.empty()) {
+    throw Error(ErrorCode::kLayout, "a history goes on once, with a row a tier and a snapshot a stay");
+  }
+  for (const NamespaceId& id : namespaces) {
+    row_of(id);
+  }
+  for (const std::string& name : names) {
+    row_of(std::string_view(name));
+  }
+  if (ids_.size() != namespaces.size() || names_.size() != names.size()) {
+    throw Error(ErrorCode::kLayout, "a namespace or a name is there twice");
+  }
+  Fold::resume(std::move(epoch));
+  for (std::uint8_t tier = 0; tier < kTierCount; ++tier) {
+    const TierStateRow& one = tiers[tier];
+    Fold::resume(
+        static_cast<Tier>(tier), one.is_cluster != 0,
+        {.number = one.snapshot, .listed = one.listed, .is_open = one.is_open != 0, .is_whole = one.is_whole != 0});
+  }
+  for (std::size_t index = 0; index < lasting.size(); ++index) {
+    const StayRow& row = lasting[index];
+    if (row.tier >= kTierCount || row.namespace_row >= ids_.size() ||
+        (row.from != kNoRow && row.from >= names_.size())) {
+      throw Error(ErrorCode::kLayout, "a stay names no tier, namespace or instance");
+    }
+    ResidencyTable& here = *table(static_cast<Tier>(row.tier));
+    const std::uint64_t mix = residency_mix(static_cast<Tier>(row.tier), row.hash.data());
+    const bool has_slot = row.slot != kNoSlot;
+    if (here.find(row.hash.data(), mix) != ResidencyTable::kNone ||
+        (has_slot && here.find_slot(row.slot) != ResidencyTable::kNone)) {
+      throw Error(ErrorCode::kLayout, "two stays have one block or one slot");
+    }
+    here.insert(row.hash.data(), mix, this->namespaces().intern(ids_[row.namespace_row]),
+                has_slot ? std::optional(row.slot) : std::nullopt, snapshots[index]);
+    std::vector<StayRow>& stays = stays_[row.tier];
+    const std::uint32_t at = here.last();
+    if (at >= stays.size()) {
+      stays.resize(std::max<std::size_t>(at + std::size_t{1}, stays.size() + stays.size() / 6));
+    }
+    stays[at] = row;
+  }
+}
+
 void History::evolve(const Event& event, const EpochStart* start) {
   forget_mixes();
   Listener listener{*this};

@@ -245,6 +245,11 @@ void Ledger::stop(StopReason reason) {
   }
 }
 
+void Ledger::record_usage(Bytes report) {
+  const Event event = UsageRecorded{.report = report};
+  recorder_.record<UsageRecorded>(event, recorder_.admit(event), 0);
+}
+
 // -- what an engine asks ----------------------------------------------------------------------------------------------
 
 std::span<TierSlots* const> Ledger::not_hotter_than(Tier hottest) const noexcept {

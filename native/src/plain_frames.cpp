@@ -51,7 +51,8 @@ class MessageReader {
         }
         const std::size_t begin = events.size();
         while (std::optional<Event> event = reader.next()) {
-          if (std::holds_alternative<InstanceStarted>(*event) || std::holds_alternative<InstanceStopped>(*event)) {
+          if (std::holds_alternative<InstanceStarted>(*event) || std::holds_alternative<InstanceStopped>(*event) ||
+              std::holds_alternative<UsageRecorded>(*event)) {
             return false;
           }
           events.push_back(*std::move(event));

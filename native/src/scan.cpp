@@ -9,8 +9,8 @@ namespace kvbm {
 namespace {
 
 // By the alternative of Event.
-constexpr const char* kEventNames[] = {"InstanceStarted",   "BlocksCreated", "BlocksMigrated", "BlocksEvicted",
-                                       "ResidenciesListed", "SnapshotEnded", "InstanceStopped"};
+constexpr const char* kEventNames[] = {"InstanceStarted",   "BlocksCreated", "BlocksMigrated",  "BlocksEvicted",
+                                       "ResidenciesListed", "SnapshotEnded", "InstanceStopped", "UsageRecorded"};
 static_assert(std::size(kEventNames) == std::variant_size_v<Event>);
 
 }  // namespace

@@ -15,6 +15,8 @@ std::size_t estimated_bytes(const Event& event, std::size_t started_namespaces) 
           return 32 + fact.hashes.size();
         } else if constexpr (requires { fact.blob; }) {
           return 256 * (1 + started_namespaces);
+        } else if constexpr (requires { fact.report; }) {
+          return 16 + fact.report.size();
         } else {
           return 16;
         }
@@ -60,6 +62,7 @@ void WaitingEvents::add(const Event& event, std::size_t encoded_bytes, std::uint
   write_event(event, place != nullptr ? place->index : std::uint8_t{0}, body->bytes.data() + body->used);
   body->used += encoded_bytes;
   body->estimated_bytes += estimated_bytes(event, started_namespaces);
+  body->version = std::max(body->version, frame_version(event));
   ++body->event_count;
 }
 
@@ -72,6 +75,7 @@ FrameBody& WaitingEvents::spare() {
     body.bytes.resize(4096);  // frames that are taken every few milliseconds stay small; others grow
   }
   body.used = body.estimated_bytes = body.event_count = 0;
+  body.version = 1;
   body.namespaces.clear();
   return body;
 }

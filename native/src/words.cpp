@@ -14,8 +14,8 @@ std::string tier_name(Tier tier) {
 }
 
 const char* event_name(std::size_t event) noexcept {
-  constexpr const char* kNames[] = {"InstanceStarted",   "BlocksCreated", "BlocksMigrated", "BlocksEvicted",
-                                    "ResidenciesListed", "SnapshotEnded", "InstanceStopped"};
+  constexpr const char* kNames[] = {"InstanceStarted",   "BlocksCreated", "BlocksMigrated",  "BlocksEvicted",
+                                    "ResidenciesListed", "SnapshotEnded", "InstanceStopped", "UsageRecorded"};
   static_assert(std::size(kNames) == std::variant_size_v<Event>);
   return kNames[event];
 }

@@ -16,6 +16,7 @@ inline std::vector<std::uint8_t> frame_of(const FrameBody& body) {
   header.instance = "i";
   header.first_offset = body.first_offset;
   header.digest = body.digest;
+  header.version = body.version;
   std::vector<std::uint8_t> out(frame_bytes(header, body.namespaces.size(), body.used));
   std::copy_n(body.bytes.data(), body.used, write_head(header, body.event_count, body.namespaces, out));
   write_checksum(out);

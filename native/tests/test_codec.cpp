@@ -52,6 +52,8 @@ void golden_frame_snapshot_trips() {
   CHECK(rewritten(golden) == golden);
   const Buffer with_attributes = tests::read_golden("frame_v2.bin");
   CHECK(rewritten(with_attributes) == with_attributes && decode_header(with_attributes, 0).version == 2);
+  const Buffer with_usage = tests::read_golden("frame_v3.bin");
+  CHECK(rewritten(with_usage) == with_usage && decode_header(with_usage, 0).version == 3);
   const FrameHeader header = decode_header(golden, 0);
   CHECK(header.instance == "w\xC3\xB6rker-1" && header.epoch == 7 && header.digest == 0xFEDCBA9876543210);
   Buffer shifted(5 + golden.size() + 1, 'x');

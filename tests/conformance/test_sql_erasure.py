@@ -7,7 +7,7 @@ import asyncio
 from kvbm.catalog.sql.rows import ClaimRun, NamespaceRow, StoreBatch
 from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace
-from kvbm.erasure.sql import claimed, erase_rows, quota_tenants
+from kvbm.erasure.sql import claimed, erase_rows, named_tenants
 
 ACME = Namespace(model="m", block_tokens=16, tenant="acme")
 GLOBEX = Namespace(model="m", block_tokens=16, tenant="globex")
@@ -28,7 +28,7 @@ def test_what_is_erased_is_gone_and_the_rest_stays(database_url: str) -> None:
         first = HASHES[:HASH_BYTES]
         assert await claimed(store.engine, [ACME.id], None) == 3
         assert await claimed(store.engine, [ACME.id], lambda run: run if run == first else b"") == 1
-        assert await quota_tenants(store.engine) == []
+        assert await named_tenants(store.engine) == []
         assert await erase_rows(store.engine, [ACME.id], ["acme"]) == 4
         assert await claimed(store.engine, [ACME.id], None) == 0
         assert await claimed(store.engine, [GLOBEX.id], None) == 3

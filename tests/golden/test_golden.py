@@ -104,7 +104,7 @@ def test_residencies_mix_to_the_same_bits(language: str):
 
 
 @BOTH
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_frame_of_every_version_is_read_and_written_the_same(language: str, version: int):
     data = (HERE / f"frame_v{version}.bin").read_bytes()
     frame, end = FUNCTIONS[language]["decode_frame"](data)

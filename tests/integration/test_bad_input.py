@@ -443,7 +443,7 @@ print(json.dumps([found, served_without_it, manager.durable(), manager.applied()
     assert found == 2
     assert served_without_it
     assert durable == applied
-    assert "Traceback" not in ended.stderr
+    assert "Traceback" not in ended.stderr, ended.stderr
     warnings = [line for line in ended.stderr.splitlines() if "publisher.disconnected" in line]
     assert len(warnings) == 1, ended.stderr
     assert "start a nats-server" in warnings[0]

@@ -28,7 +28,9 @@ KEYS = {
     "index": {"apply_events_per_s", "bytes_per_residency", "query_us_p50", "query_us_p99", "query_us_p99_small_frames"},
     "events": {"event_ns_per_block_run16", "event_ns_per_block_run1"},
     "replay": {"verify_native_events_per_s", "verify_reference_events_per_s"},
-    "history": {"history_build_s", "history_bytes_per_stay", "asof_10m_s", "block_life_s", "changes_5min_s"},
+    "history": {
+        *("history_build_s", "history_bytes_per_stay", "asof_10m_s", "block_life_s", "changes_5min_s", "overview_s"),
+    },
     "ingest": {"ingest_events_per_s"},
     "catalog": {
         "http_lookups_per_s",

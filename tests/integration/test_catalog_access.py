@@ -358,6 +358,7 @@ def test_roles_over_tls(files: Files, serve: Callable[..., str]) -> None:
             "/metrics": {"ops", "prometheus"},
             "/v1/instances": {"ops", "acme"},
             "/v1/namespaces": {"ops", "acme"},
+            "/v1/usage": {"ops", "acme"},
             f"/v1/blocks/{'0' * 32}/{'0' * 32}": {"ops", "acme"},
             "/openapi.json": {"ops", "acme"},
             "/": {"ops"},

@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
+import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -129,6 +132,71 @@ def test_answers_are_tables_for_people(asked: Asked) -> None:
     assert SPACE.id.hex() in spaces
 
 
+def on_terminal(columns: int, *words: str) -> str:
+    """What `kvbm-catalog` shows on a terminal of so many columns."""
+    ours, its = os.openpty()
+    shown: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while data := os.read(ours, 1 << 16):
+                shown.append(data)
+        except OSError:  # EIO: the other end is closed
+            pass
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        subprocess.run(
+            [sys.executable, "-c", "import sys; from kvbm.cli import catalog_main; sys.exit(catalog_main())", *words],
+            stdout=its,
+            stdin=subprocess.DEVNULL,
+            timeout=WAIT_S,
+            check=True,
+            env=os.environ | {"TERM": "xterm", "COLUMNS": str(columns)},
+        )
+    finally:
+        os.close(its)
+        reader.join(WAIT_S)
+        os.close(ours)
+    return re.sub(r"\x1b\[[0-9;]*m", "", b"".join(shown).decode())
+
+
+def test_a_remark_has_room_on_a_narrow_terminal(url: str, nats_url: str, cluster: str) -> None:  # noqa: F811
+    trouble = "NVME: the disk is full; make room, nothing new goes there"
+    with CatalogClient(url, WAIT_S) as client:
+
+        def is_told() -> bool:
+            LedgerInstance(nats_url, cluster, "a").beat(trouble=trouble)
+            return client.instances()[0].trouble == trouble
+
+        eventually(is_told, "its trouble is not told")
+    narrow = on_terminal(80, "instances", "--url", url)
+    assert f"a: {trouble}" in narrow and "2 / 64" in narrow and "remark" not in narrow
+    assert max(map(len, narrow.splitlines())) <= 80
+    wide = on_terminal(200, "instances", "--url", url)
+    assert trouble in wide and "remark" in wide
+
+
+def test_a_route_says_who_is_left_out_and_why(
+    asked: Asked,
+    url: str,
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+) -> None:
+    other = LedgerInstance(nats_url, cluster, "b")
+    other.fill()
+    other.publish()
+    other.beat()
+    other.stop()
+    other.publish()
+    with CatalogClient(url, WAIT_S) as client:
+        eventually(lambda: [one.state for one in client.instances()] == ["live", "stopped"], "b has not stopped")
+    _, out, _ = asked("route", HASHES.hex())
+    assert "send it to a" in out
+    assert "left out: b, stopped: it had the prompt's first block" in out
+
+
 def test_json_is_what_the_catalog_answers(asked: Asked) -> None:
     _, out, _ = asked("route", HASHES.hex(), "--json")
     assert msgspec.json.decode(out, type=RouteAnswer).ranked[0].missing_tokens == 32
@@ -181,9 +249,33 @@ def test_two_namespaces_are_told_apart(asked: Asked, nats_url: str, cluster: str
     assert other.id.hex() in err
     assert "float16" in err
     assert "\x1b" not in err  # whoever publishes names it
+    assert "give --namespace with an id of these, or its beginning" in err
     assert "\x1b" not in asked("instances", "--namespaces")[1]
     _, out, _ = asked("lookup", HASHES.hex(), "--namespace", SPACE.id.hex(), "--json")
     assert msgspec.json.decode(out, type=LookupAnswer).deepest == 8
+
+
+def test_a_tenants_secret_that_is_missing_is_asked_for_with_what_can_be_given(
+    asked: Asked,
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    url: str,
+    tmp_path: Path,
+) -> None:
+    acme = msgspec.structs.replace(SPACE, tenant="acme")
+    LedgerInstance(nats_url, cluster, "b", space=acme).publish()
+    with CatalogClient(url, WAIT_S) as client:
+        eventually(lambda: len(client.namespaces()) == 2, "the second namespace is not known")
+    ids, chosen = ",".join(map(str, TOKENS)), ("--namespace", acme.id.hex()[:8])
+    status, out, err = asked("lookup", ids, *chosen)
+    assert (status, out) == (2, "")
+    assert "tokens of tenant 'acme' are hashed with its secret" in err and "catalog.tenant_secrets_file=FILE" in err
+    assert SPACE.id.hex() in err and acme.id.hex() not in err  # the other one can be asked without
+    secrets = tmp_path / "secrets.toml"
+    secrets.write_text('[tenants.acme]\nsecret = "a secret"\n')
+    secrets.chmod(0o600)
+    status, out, _ = asked("lookup", ids, *chosen, "--set", f"catalog.tenant_secrets_file={secrets}")
+    assert status == 0 and "10 full blocks" in out
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -1001,6 +1001,34 @@ def test_an_instance_of_a_newer_kvbm_is_left_out_with_that_reason_until_an_epoch
     run(work, settings.nats_url)
 
 
+def test_an_instance_of_a_newer_kvbm_is_not_said_to_have_caught_up_at_each_heartbeat(
+    settings: ServiceSettings, held_time: HeldTime
+) -> None:
+    async def work(stream: NatsStream) -> None:
+        one, two = Instance(stream, str(settings.cluster), "one"), Instance(stream, str(settings.cluster), "two")
+        quick = msgspec.structs.replace(settings, liveness_s=0.8)
+        with held_time.held() as hold:
+            async with catalog_on(quick) as catalog:
+                one.create(0, 10)
+                for frame in one.ledger.take_frames(one.name, time.time_ns()):
+                    data = frame.data[:4] + (VERSION + 1).to_bytes(2, "little") + frame.data[6:-4]
+                    data += _native.crc32c(data).to_bytes(4, "little")
+                    await stream.publish(str(settings.cluster), one.name, data)
+                await two.publish()
+                await eventually_async(lambda: metrics_of(catalog).newer > 0)
+                until_s = hold.now_s + 5 * quick.liveness_s
+                while hold.now_s < until_s:
+                    await one.beat(one.ledger.applied)
+                    await time_passes(hold, catalog, two)
+                (shown,) = [entry for entry in catalog.queries.instances() if entry.instance == "one"]
+                assert (shown.state, shown.excluded) == ("live", "newer")
+
+    with capture_logs() as logs:
+        run(work, settings.nats_url)
+    assert [entry for entry in logs if entry["event"] == "instance.unreadable"]
+    assert not [entry for entry in logs if entry["event"] in ("instance.caught_up", "instance.behind")]
+
+
 def test_an_instance_that_stopped_is_never_behind_though_its_last_heartbeat_comes_after_its_stop(
     settings: ServiceSettings, held_time: HeldTime
 ) -> None:

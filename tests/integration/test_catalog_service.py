@@ -498,9 +498,15 @@ def test_the_openapi_description_is_valid_and_names_every_path(asked: Running) -
             "/v1/blocks/{namespace}/{hash}",
             "/v1/instances",
             "/v1/namespaces",
+            "/v1/usage",
         ),
         "/v1/instances/{instance}/snapshot",
         "/v1/instances/{instance}",
+        "/v1/history",
+        *(f"/v1/history/{name}" for name in ("overview", "timeline", "changes", "tenants", "sql")),
+        "/v1/history/block/{hash}",
+        "/v1/history/instances/{instance}",
+        *("/v1/overview", "/v1/overview/feed", "/v1/overview/instances/{instance}", "/ui", "/ui/{file}"),
     }
     operation = described["paths"]["/v1/lookup"]["post"]
     assert set(operation["responses"]) == {"200", "400", "401", "403", "408", "413", "422", "429", "503", "504"}
@@ -682,14 +688,18 @@ def test_errors_at_the_start_are_one_sentence(nats_url: str, sqlite_url: str) ->
 def test_the_index_answers_while_nats_is_away_and_goes_on_when_it_is_back(
     cluster: str,  # noqa: F811
     sqlite_url: str,
+    tmp_path: Path,
 ) -> None:
     with nats_server() as server:
-        catalogs = run_catalog(server.url, cluster, sqlite_url, liveness_s=FOR_EVER_S)
+        archive = str(tmp_path / "archive")
+        catalogs = run_catalog(server.url, cluster, sqlite_url, liveness_s=FOR_EVER_S, archive=archive)
         running = next(catalogs)
         positions = prepared(running)
         before = lookup_at(running, positions)
         server.stop()
-        eventually(lambda: "NATS" in running.client.ready().degraded)
+        eventually(lambda: "NATS: " in (told := running.client.ready().degraded) and "archive stream: " in told)
+        metrics = running.client.metrics()  # no folder refuses anything
+        assert 'degraded_parts{part="NATS"} 1.0' in metrics and 'degraded_parts{part="archive"} 0.0' in metrics
         assert running.client.ready().ready
         assert running.client.lookup(SPACE, HASHES) == before
         again = type(server).start(server.folder, port=int(server.url.rpartition(":")[2]), timeout_s=WAIT_S)

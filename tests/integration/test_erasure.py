@@ -20,6 +20,7 @@ import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, open_manager
 from kvbm.assembly.erasure import catalog_companion, run_erase
+from kvbm.assembly.history import history_options
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql.rows import ClaimRun, NamespaceRow, StoreBatch
@@ -46,6 +47,8 @@ from kvbm.pools.stores.base import Put
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.pools.tenant_keys import add_key, keys_of_file
 from kvbm.replay.opening import open_source
+from kvbm.replay.source import SourceError
+from kvbm.replay.sql import HistoryDatabase
 from kvbm.streams.nats.api import message_at, request
 from kvbm.streams.nats.connection import NatsConnection
 from kvbm.streams.nats.credentials import Credentials, keep_seed
@@ -161,14 +164,18 @@ class World:
         self._opened = opened
         self.start_catalog()
 
-    def start_catalog(self) -> None:
-        self.catalog = self.catalog_of(self.folder, f"sqlite+aiosqlite:///{self.database}")
+    def start_catalog(self, has_history: bool = False) -> None:
+        database = f"sqlite+aiosqlite:///{self.database}"
+        self.catalog = self.catalog_of(self.folder, database, has_history=has_history)
         self.client = CatalogClient(self.catalog.url, WAIT_S)
         self._opened.callback(self.client.close)
         self.client.wait_ready(WAIT_S)
 
-    def catalog_of(self, folder: Path, database: str, has_files: bool = True) -> CatalogThread:
+    def catalog_of(
+        self, folder: Path, database: str, has_files: bool = True, has_history: bool = False
+    ) -> CatalogThread:
         """A catalog of the cluster, with files in a folder."""
+        paths = {f"catalog.{name}": str(folder / name) for name in ("archive", "history")}
         # it tries again for ever; a stream may be gone
         settings = self.settings("catalog", nats__timeout_s=2.0, instance__data_dir=str(folder))
         catalog = CatalogThread(
@@ -183,7 +190,8 @@ class World:
                 whole_wait_s=0.2,
                 checkpoints=str(folder / "checkpoints") if has_files else "",
                 checkpoint_every_s=0.5,
-                archive=str(folder / "archive") if has_files else "",
+                archive=paths["catalog.archive"] if has_files else "",
+                history=history_options(load_settings(flags=paths)) if has_history else None,
                 companions=(catalog_companion(settings, self.server.url, Credentials()),),
             ),
             NATIVE,
@@ -462,6 +470,36 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
         for prompt in prompts[name]:
             assert manager.acquire(OTHER.id, hashes_of(OTHER, prompt)).depth == DEPTH
     assert all(depth(world, OTHER, prompt) == DEPTH for prompt in range(1, 5))
+
+
+@pytest.mark.nightly
+def test_a_history_goes_with_the_archive_and_is_made_anew_of_what_is_left(world: World) -> None:
+    world.catalog.stop()
+    world.start_catalog(has_history=True)
+    manager, victim, history = world.instance("a"), Needles(VICTIM, [1]), world.folder / "history"
+    for space in (VICTIM, OTHER):
+        manager.unpin(serve(manager, space, 1))
+    assert manager.settle(WAIT_S)
+    wait_in(victim, world.folder, "history")
+
+    def namespaces() -> set[str]:
+        try:
+            with HistoryDatabase(history) as opened:
+                return {row[0] for row in opened.ask("SELECT DISTINCT namespace FROM history").rows}
+        except SourceError:
+            return set()  # it is being made
+
+    both = {VICTIM.id.hex(), OTHER.id.hex()}
+    eventually(lambda: namespaces() == both, "the history has not the blocks")
+    number = world.erase(tenant=VICTIM.tenant)[1]
+    eventually(
+        lambda: set(waits(world.erase(status=number)[2])) <= {"NATS events on the stream"},
+        "not all are done",
+        state=lambda: waits(world.erase(status=number)[2]),
+        timeout_s=2 * WAIT_S,
+    )
+    eventually(lambda: namespaces() == {OTHER.id.hex()}, "the history has not what is left")
+    assert victim.in_folder(history) == {}
 
 
 def test_the_blocks_of_one_prompt_go_and_the_tenants_other_prompts_stay(world: World, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ SAYS = {  # essential lines, in their order
         *[r"engine-a e1\+4 +[0-9a-f]{8} now in HOST, from HBM \(offload\)"] * 3,
         r"engine-a e1\+5 +[0-9a-f]{8} left HBM \(capacity\)",
         r"engine-a e1\+9 +[0-9a-f]{8} now in HBM, from HOST \(onboard\)",
-        r"engine-a e1\+10 +stopped",
+        r"engine-a e1\+1[12] +stopped",
     ],
     "prefill_decode": [
         r"prefill: computed 8 blocks",
@@ -66,7 +66,7 @@ SAYS = {  # essential lines, in their order
         r"engine-a: epoch 1, before offset 6, .*",
         r"  HBM +8 blocks held, .*",
         r"[0-9a-f]{8} left: engine-a e1\+4 .* BlocksEvicted HBM 1 block .* capacity",
-        r"verified: 1 instance, 1 epoch, .*, 25 events, 0 findings",
+        r"verified: 1 instance, 1 epoch, .*, 2[67] events, 0 findings",
         r" +8  lru +37 .*",
         r" +16  lru +54 .*",
         r" +∞  unbounded +54 .*",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import ssl
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from kvbm.pools.stores import azure, blobs, redis, s3
 from kvbm.pools.stores.base import Get, Put, Refusal
 from kvbm.streams.nats.connection import NatsConnection, _Client
 from kvbm.streams.nats.credentials import CheckedClient, Credentials
+from kvbm.streams.nats.messages import ReadableMessages
 from kvbm.streams.nats.reader import NatsReader
 from kvbm.streams.nats.server_view import look
 from kvbm.streams.nats.stream import NatsStream
@@ -454,3 +456,39 @@ def test_a_ca_of_the_stream_that_is_none_is_our_error_at_both_edges(tmp_path: Pa
         NatsProof(NatsCredentials(tls_ca=str(tmp_path / "ca.pem"))).tls_context()
     with pytest.raises(StreamError, match="give PEM"):
         asyncio.run(NatsConnection.open(NOBODY, WAIT_S, Credentials(tls_ca=str(tmp_path / "ca.pem"))))
+
+
+def test_a_connection_that_is_given_up_twice_leaves_no_exception_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nats-py may lose a cancellation and fail later on: by then nobody waits for it."""
+    told: list[object] = []
+
+    async def given_up() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+        begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def connect(*_: object, **__: object) -> None:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                await goes_on.wait()
+            raise TimeoutError
+
+        connection = NatsConnection("nats://127.0.0.1:4222", Credentials(), ReadableMessages())
+        monkeypatch.setattr(connection.client, "connect", connect)
+        connecting = asyncio.create_task(connection._connect(1.0, {}))
+        await begun.wait()
+        for _ in range(2):  # as a timeout does, and then a close
+            connecting.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        goes_on.set()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.wait(others)
+        del others
+        gc.collect()
+
+    asyncio.run(given_up())
+    assert told == []

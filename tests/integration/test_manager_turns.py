@@ -15,16 +15,27 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbm.assembly import NATIVE, NATIVE_LEDGER
+from kvbm.assembly.native import NATIVE_METER
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import JournalError
-from kvbm.core.events import Event, InstanceStarted, InstanceStopped, ResidenciesListed, SnapshotEnded, StopReason
+from kvbm.core.events import (
+    Event,
+    InstanceStarted,
+    InstanceStopped,
+    ResidenciesListed,
+    SnapshotEnded,
+    StopReason,
+    UsageRecorded,
+)
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
+from kvbm.core.usage import HOUR_MS
 from kvbm.manager.owned_hbm import Manager
 from kvbm.manager.record.journal_retention import DiskRetention
 from kvbm.manager.record.offsets import Offsets
 from kvbm.manager.record.prompt_samples import Samples
 from kvbm.manager.record.snapshot_policy import SnapshotPolicy
+from kvbm.manager.record.usage_account import UsagePlan
 from kvbm.streams.base import ORIGIN, Position, StreamState
 from kvbm.streams.journal.journal import Journal
 from kvbm.streams.journal.writer import JournalOptions
@@ -192,6 +203,30 @@ def test_a_journal_that_refuses_is_asked_again_less_and_less_often(driven: Drive
     assert waits[0] < 0.5 and waits[-1] == waits[-2] <= 5
 
 
+def test_a_journal_that_refuses_as_an_hour_ends_is_asked_no_oftener_and_has_its_usage_then() -> None:
+    wall_ms = [500_000 * HOUR_MS]
+    driven = Driven(offload=(), usage=UsagePlan(NATIVE_METER), wall_clock_ns=lambda: wall_ms[0] * 1_000_000)
+    serve(driven.manager, 1, 8)
+    driven.disk.error = full()
+    driven.turn()
+    wall_ms[0] += HOUR_MS
+    for _ in range(3):
+        before = driven.now_s
+        wake_s = driven.manager.step_frames(before)
+        assert wake_s is not None and wake_s > before, "the writer's thread turns without end"
+        assert driven.manager.step_frames(before) == wake_s  # woken meanwhile, it waits as long
+        driven.now_s = wake_s
+    driven.disk.error = None
+    driven.turn(2)
+    usages = [event for event in driven.disk.events() if isinstance(event, UsageRecorded)]
+    assert [(event.since_ms, event.until_ms) for event in usages] == [(wall_ms[0] - HOUR_MS, wall_ms[0])]
+    assert [row.put_blocks[Tier.HBM] for row in usages[0].rows] == [8]
+    driven.check()
+    driven.manager.close()
+    last, end = driven.disk.events()[-2:]
+    assert isinstance(last, UsageRecorded) and last.is_last and isinstance(end, InstanceStopped)
+
+
 def test_while_the_journal_refuses_nothing_durable_is_begun_and_the_rest_goes_on() -> None:
     driven = Driven()
     manager = driven.manager
@@ -275,6 +310,29 @@ def test_a_full_journal_whose_frames_are_all_published_is_left_for_another_epoch
     assert driven.disk.truncated[-1][1] == Position(Epoch(2), Offset(0))
     assert driven.manager.trouble() == ""
     driven.check()
+
+
+def test_usage_that_a_full_journal_did_not_take_is_recorded_with_the_epoch_that_follows() -> None:
+    wall_ms = [500_000 * HOUR_MS]
+    driven = Driven(
+        offload=(),
+        has_stream=True,
+        usage=UsagePlan(NATIVE_METER),
+        wall_clock_ns=lambda: wall_ms[0] * 1_000_000,
+    )
+    driven.disk.room = 0
+    wall_ms[0] += HOUR_MS
+    driven.turn()  # the hour's usage is taken, and refused
+    driven.overflow()
+    driven.manager.publisher_port.on_published(driven.disk.end())
+    driven.turn(3)
+    assert driven.manager.epoch == 2
+    driven.manager.publisher_port.on_published(driven.disk.end())
+    driven.turn(4)
+    usages = [event for event in driven.disk.events() if isinstance(event, UsageRecorded)]
+    assert [(event.since_ms, event.until_ms) for event in usages] == [(wall_ms[0] - HOUR_MS, wall_ms[0])]
+    driven.check()
+    driven.manager.close()
 
 
 @pytest.mark.parametrize("has_stream", [False, True])

@@ -8,7 +8,7 @@ import re
 
 import msgspec
 
-from kvbm.catalog.edge.api import openapi
+from kvbm.catalog.edge.routes import openapi
 from kvbm.config import default_lines
 from kvbm.config.log_nouns import LOG_NOUNS
 from tests.pages import ROOT, pages

@@ -21,7 +21,8 @@ from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
 from kvbm.catalog.sql.store import SqlStore
 from kvbm.core.codec import Frame
-from kvbm.core.ids import InstanceId, split_hashes
+from kvbm.core.events import InstanceStopped, StopReason
+from kvbm.core.ids import InstanceId, Offset, split_hashes
 from kvbm.locate.http import CatalogClient
 from kvbm.replay.cli import Parts
 from kvbm.streams.base import Heartbeat
@@ -289,6 +290,25 @@ def test_verify_finds_the_catalog_equal_to_the_log_and_says_it_in_one_line(
         publish(fresh_nats, [], CLUSTER)
         said = replay(capsys, 0, "verify", fresh_nats, "--catalog", live.url, "--instance", "two", "--json")
         assert json.loads(said)["catalog"]["compared"] == 1
+
+
+def test_verify_says_why_no_single_block_of_a_stopped_instance_was_looked_up(
+    fresh_nats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last = ONE[-1]
+    stop = msgspec.structs.replace(
+        last,
+        first_offset=Offset(last.first_offset + len(last.events)),
+        events=(InstanceStopped(reason=StopReason.SHUTDOWN),),
+    )
+    frames = [*ONE, stop]
+    publish(fresh_nats, messages(frames), CLUSTER)
+    with catalog(fresh_nats, tmp_path, "live") as live:
+        eventually(lambda: has_all(live, frames) and live.instances()[0].state == "stopped")
+        said = replay(capsys, 0, "verify", fresh_nats, "--catalog", live.url)
+    *_, note, equal = said.splitlines()
+    assert "instance one: the catalog holds it for stopped, so single blocks were not compared" in note
+    assert "1 instance at equal offsets, 0 blocks (blocks are looked up one by one where a live instance" in equal
 
 
 def test_verify_names_how_a_catalog_differs_from_the_log(

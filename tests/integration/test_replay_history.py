@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,109 +17,44 @@ import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_STAYS
 from kvbm.cli import replay_main as main
-from kvbm.core.backend import REFERENCE
-from kvbm.core.codec import Frame
 from kvbm.core.events import (
-    BlocksCreated,
     BlocksEvicted,
-    BlocksMigrated,
     Event,
     EvictReason,
     InstanceStarted,
     InstanceStopped,
-    MigrateCause,
     PoolStated,
-    ResidenciesListed,
-    SnapshotEnded,
     StopReason,
 )
-from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Reach, Tier, pack_slots
-from kvbm.reference.history import StayHistory as ReadableHistory
+from kvbm.core.ids import Epoch, InstanceId, Namespace, Reach, Tier
+from kvbm.files import alone
 from kvbm.replay.format import At, parse_at, time_text
-from kvbm.replay.history import MANIFEST, HistoryManifest, read_manifest, write_history
+from kvbm.replay.history import write_history
+from kvbm.replay.history_manifest import MANIFEST, VERSION, HistoryManifest, read_manifest
 from kvbm.replay.opening import open_source
-from kvbm.replay.order import LifeBegins, Next, StreamKey
+from kvbm.replay.order import FrameOrdering, LifeBegins, Next, StreamKey
 from kvbm.replay.questions import BlockLife, changes, tenants, why
 from kvbm.replay.source import FileSource, SourceError, SourceFile
-from kvbm.replay.sql import HistoryDatabase
+from kvbm.replay.sql import HistoryDatabase, SlowQuestionError
 from kvbm.streams.base import Fence
 from tests.both_folds import states_at
 from tests.captures import BEGIN_NS, SECOND_NS, make_capture, packed
-
-ACME, OTHER = Namespace(model="m", block_tokens=16, tenant="acme"), Namespace(model="m", block_tokens=16)
-POOLS = (
-    PoolStated(Tier.HBM, 8, 1000),
-    PoolStated(Tier.HOST, 8, 1000),
-    PoolStated(Tier.NVME, 8, 1000),
-    PoolStated(Tier.OBJECT, 0, 1000, Reach.CLUSTER, "s3://bucket/kv"),
+from tests.extras import needed
+from tests.small_histories import (
+    ACME,
+    BEGIN,
+    LOG,
+    ONE,
+    START,
+    THREE,
+    TWO,
+    created,
+    cut_at,
+    frames_of,
+    hash_of,
+    made,
+    migrated,
 )
-START = InstanceStarted(epoch=Epoch(1), pools=POOLS, namespaces=(ACME, OTHER), engine="bench", version="9")
-ONE, TWO, THREE = (bytes([number]) * 16 for number in (0x11, 0x22, 0x33))
-BEGIN = datetime(2026, 1, 1)  # noqa: DTZ001 - histories are in UTC, without a zone
-
-
-def frames_of(steps: list[list[Event]], instance: str = "one", epoch: int = 1) -> list[Frame]:
-    """A frame a step, a second apart; a start begins the next epoch."""
-    frames: list[Frame] = []
-    offset = 0
-    for number, events in enumerate(steps):
-        if isinstance(events[0], InstanceStarted):
-            epoch, offset = events[0].epoch, 0
-        frames.append(
-            Frame(
-                instance=InstanceId(instance),
-                epoch=Epoch(epoch),
-                first_offset=Offset(offset),
-                wall_time_ns=BEGIN_NS + number * SECOND_NS,
-                digest=0,
-                events=tuple(events),
-            )
-        )
-        offset += len(events)
-    return frames
-
-
-def created(tier: Tier, hashes: bytes, slots: list[int], space: Namespace = ACME) -> BlocksCreated:
-    return BlocksCreated(
-        namespace=space.id, tier=tier, hashes=hashes, parent=NO_PARENT, start=0, slots=pack_slots(slots)
-    )
-
-
-def migrated(source: Tier | InstanceId, target: Tier, hashes: bytes, slots: list[int], **more: Any) -> BlocksMigrated:
-    return BlocksMigrated(
-        namespace=ACME.id,
-        source=source,
-        target=target,
-        kept=more.get("kept", True),
-        cause=more.get("cause", MigrateCause.OFFLOAD),
-        hashes=hashes,
-        slots=pack_slots(slots) if slots else b"",
-    )
-
-
-LOG = [
-    [START],
-    [created(Tier.HBM, ONE + TWO, [0, 1])],
-    [migrated(Tier.HBM, Tier.HOST, ONE, [0])],
-    [BlocksEvicted(namespace=ACME.id, tier=Tier.HBM, reason=EvictReason.CAPACITY, hashes=ONE)],
-    [migrated(Tier.HOST, Tier.NVME, ONE, [5], kept=False), migrated(Tier.NVME, Tier.OBJECT, ONE, [])],
-    [migrated(InstanceId("peer"), Tier.HOST, THREE, [3], cause=MigrateCause.FETCH)],
-    [InstanceStarted(epoch=Epoch(2), pools=POOLS, namespaces=(ACME, OTHER))],
-    [
-        ResidenciesListed(namespace=ACME.id, tier=Tier.NVME, snapshot=1, hashes=ONE, slots=pack_slots([5])),
-        SnapshotEnded(tier=Tier.NVME, snapshot=1, count=1),
-    ],
-    [BlocksEvicted(namespace=ACME.id, tier=Tier.OBJECT, reason=EvictReason.TTL, hashes=ONE)],
-    [InstanceStopped(reason=StopReason.SHUTDOWN)],
-]
-
-
-def made(folder: Path, frames: list[Frame], is_readable: bool = False) -> HistoryManifest:
-    """The history of frames, in folder/history."""
-    capture = folder / "capture.kvbm"
-    capture.write_bytes(packed(frames))
-    how = (REFERENCE, ReadableHistory) if is_readable else (NATIVE, NATIVE_STAYS)
-    return write_history(open_source(str(capture)), folder / "history", *how)
 
 
 @pytest.fixture
@@ -219,6 +156,28 @@ def test_tenants_by_tier_with_bytes(history: HistoryDatabase):
     ]
 
 
+def test_tenants_say_whose_blocks_count_though_the_instance_may_be_gone(tmp_path: Path):
+    stopping = [[START], [created(Tier.HBM, ONE + TWO, [0, 1])], [InstanceStopped(reason=StopReason.SHUTDOWN)]]
+    killed = [[START], [created(Tier.HBM, THREE, [0])]]
+    busy = [[START], *([created(Tier.HBM, hash_of(number), [number])] for number in range(8))]
+    late = [*frames_of(busy, "busy")]
+    frames = [*frames_of(stopping, "stopped"), *frames_of(killed, "killed")]
+    later = [
+        msgspec.structs.replace(frame, wall_time_ns=frame.wall_time_ns + number * 20 * SECOND_NS)
+        for number, frame in enumerate(late)
+    ]
+    made(tmp_path, [*frames, *later])
+    with HistoryDatabase(tmp_path / "history") as opened:
+        second = "2026-01-01T00:00:0"
+        assert [line.strip() for line in tenants(opened).lines()][2:] == [
+            f"1 block of these is of killed, last heard at {second}1.000000Z; if it was killed, catalogs leave it out",
+            f"2 blocks of these are of stopped, which stopped at {second}2.000000Z (shutdown); catalogs leave it out",
+        ]
+        assert tenants(opened, BEGIN + timedelta(seconds=1)).unheard == []
+        empty = tenants(opened, BEGIN)
+        assert list(empty.lines()) == ["nothing was held at 2026-01-01T00:00:00.000000Z"]
+
+
 def test_a_claim_counts_until_it_is_given_up(history: HistoryDatabase):
     for seconds, count in ((3, 0), (4, 1), (7, 1), (8, 0)):
         moment = BEGIN + timedelta(seconds=seconds)
@@ -238,6 +197,9 @@ def test_a_hole_is_told_where_it_matters(tmp_path: Path):
         assert any("1 event of one are missing" in line for line in found.lines())
         moment = BEGIN + timedelta(seconds=3)
         assert [one.events for one in changes(opened, moment, moment + timedelta(minutes=1)).holes] == [1]
+        assert [one.events for one in tenants(opened, moment).holes] == [1]
+        assert "1 event missing" in [*tenants(opened, moment).lines()][-1]
+        assert tenants(opened, moment + timedelta(seconds=1)).holes == []
 
 
 @pytest.mark.parametrize(
@@ -278,6 +240,35 @@ def test_a_question_too_large_or_too_long_is_given_up(tmp_path: Path):
         assert opened.ask("SELECT count(*) FROM residencies").rows == [(1,)]
 
 
+def test_what_befalls_a_question_while_its_rows_are_read_is_told_as_what_it_is(
+    history: HistoryDatabase, tmp_path: Path
+):
+    def drain(reader: Any) -> None:
+        for _ in reader:
+            pass
+
+    def leave(reader: Any) -> None:
+        next(reader)
+        raise BrokenPipeError
+
+    with pytest.raises(SlowQuestionError):
+        history.arrow("SELECT range FROM range(1000000000000)", drain, 0.3)
+    late = "SELECT CAST(CASE WHEN range = 900000 THEN 'x' ELSE '1' END AS INTEGER) AS n FROM range(1000000)"
+    with pytest.raises(SourceError, match=r"(?i)convert") as error:
+        history.arrow(late, drain)
+    assert type(error.value) is SourceError
+    with pytest.raises(BrokenPipeError):
+        history.arrow("SELECT range FROM range(1000000000000)", leave)
+    with pytest.raises(SourceError, match='"interrupted"'):
+        history.ask("SELECT interrupted")
+    assert history.ask("SELECT 1").rows == [(1,)]
+    rows = tmp_path / "rows.arrow"
+    assert main(["sql", str(tmp_path / "history"), late, "--arrow", str(rows)]) == 2
+    assert not rows.exists()
+    history.close()
+    history.cancel()  # nothing is left to end
+
+
 def test_a_folder_of_something_else_stays_and_an_older_history_is_replaced(tmp_path: Path):
     made(tmp_path, frames_of(LOG[:2]))
     made(tmp_path, frames_of(LOG))
@@ -295,7 +286,7 @@ def test_a_history_that_is_damaged_or_newer_is_refused(tmp_path: Path):
     made(tmp_path, frames_of(LOG))
     folder = tmp_path / "history"
     manifest = json.loads((folder / MANIFEST).read_bytes())
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"version": 2, "source": 7}))
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"version": VERSION + 1, "source": 7}))
     with pytest.raises(SourceError, match="newer kvbm"):
         HistoryDatabase(folder)
     (folder / MANIFEST).write_text("{")
@@ -339,7 +330,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 
 def test_arrow_is_what_notebooks_read(tmp_path: Path):
-    import pyarrow
+    pyarrow = needed("pyarrow", "sql")
 
     capture, rows = tmp_path / "capture.kvbm", tmp_path / "rows.arrow"
     capture.write_bytes(packed(frames_of(LOG)))
@@ -414,14 +405,14 @@ def test_a_life_that_took_anothers_place_ends_what_that_held(tmp_path: Path, mon
     capture.write_bytes(packed([*frames[:2], *later]))
     source = open_source(str(capture))
 
-    def with_another_life(read: Any, is_trimmed: bool) -> Iterator[Any]:
+    def with_another_life(_: FrameOrdering, read: Any) -> Iterator[Any]:
         key = StreamKey("", InstanceId("one"))
         for number, located in enumerate(read):
             if number == 2:
                 yield key, LifeBegins(located, Fence(Epoch(1), "run", 1), Epoch(1))
             yield key, Next(located, located.found)
 
-    monkeypatch.setattr("kvbm.replay.stays.in_order", with_another_life)
+    monkeypatch.setattr(FrameOrdering, "steps", with_another_life)
     write_history(source, tmp_path / "history", NATIVE, NATIVE_STAYS)
     with HistoryDatabase(tmp_path / "history") as opened:
         for seconds, held in ((4, [(ONE.hex(), 0)]), (5, []), (6, [(TWO.hex(), 1)])):
@@ -458,7 +449,11 @@ def test_an_older_history_is_read_on_while_a_newer_one_takes_its_place(tmp_path:
         assert older.ask("SELECT count(*) FROM history").rows == [(2,)]
         with HistoryDatabase(tmp_path / "history") as newer:
             assert newer.ask("SELECT count(*) FROM history").rows == [(8,)]
-    made(tmp_path, frames_of(LOG))
+        made(tmp_path, frames_of(LOG))
+        assert older.ask("SELECT count(*) FROM history").rows == [(2,)]
+    for _ in range(3):
+        source = open_source(str(tmp_path / "capture.kvbm"))
+        write_history(source, tmp_path / "history", NATIVE, NATIVE_STAYS, anew=True)
     assert len(list((tmp_path / "history").iterdir())) == 3  # the manifest, this one and the one before
 
 
@@ -511,13 +506,80 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path: Path):
 
 def test_a_damaged_file_of_a_history_is_one_sentence(tmp_path: Path):
     made(tmp_path, frames_of(LOG))
-    (file,) = (tmp_path / "history").glob("data-*/residencies-00000.parquet")
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(SourceError, match="make the history anew"):
-        HistoryDatabase(tmp_path / "history")
+    (file,) = (tmp_path / "history").glob("data-*/*-stays-00000.parquet")
+    whole = file.read_bytes()
+    for damaged in (whole[:100], b"x" * len(whole)):
+        file.write_bytes(damaged)
+        with pytest.raises(SourceError, match="make the history anew"):
+            HistoryDatabase(tmp_path / "history")
     file.unlink()
     with pytest.raises(SourceError, match="make the history anew"):
         HistoryDatabase(tmp_path / "history")
+
+
+@pytest.mark.parametrize("kind", ["stays-00000.parquet", "counts.parquet", "namespaces.parquet", "state.bin"])
+def test_a_damaged_history_does_not_go_on_but_is_made_anew(tmp_path: Path, kind: str):
+    made(tmp_path, frames_of(LOG[:6]))
+    (file,) = (tmp_path / "history").glob(f"data-*/1-{kind}")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    report = made(tmp_path, frames_of(LOG))
+    assert [note for note in report.notes if "made anew" in note and "is damaged" in note]
+    with HistoryDatabase(tmp_path / "history") as opened:
+        assert opened.ask("SELECT count(*) FROM history").rows == [(8,)]
+    assert made(tmp_path, frames_of(LOG)).notes == report.notes  # it goes on from there
+
+
+def test_a_log_that_is_not_what_was_read_has_its_history_made_anew(tmp_path: Path):
+    made(tmp_path, frames_of(LOG))
+    report = made(tmp_path, frames_of(LOG[:4], "another"))
+    assert any("is not what it was" in note for note in report.notes)
+    with HistoryDatabase(tmp_path / "history") as opened:
+        assert opened.ask("SELECT DISTINCT instance FROM history").rows == [("another",)]
+
+
+def test_what_a_killed_writer_has_left_goes_with_the_next_writing(tmp_path: Path):
+    made(tmp_path, frames_of(LOG[:5]))
+    history = tmp_path / "history"
+    (data,) = history.glob("data-*")
+    (data / "2-stays-00000.parquet").write_text("half")
+    (data / ".spill-07").write_text("half")
+    (history / "data-killed").mkdir()
+    (history / "data-killed" / "1-stays-00000.parquet").write_text("half")
+    with HistoryDatabase(history) as opened:
+        assert opened.ask("SELECT count(*) FROM history").rows == [(5,)]
+    report = made(tmp_path, frames_of(LOG))
+    kept = {file.name for file in report.files()} | {name for one in report.retired for name in one.names}
+    assert {path.name for path in data.iterdir()} <= kept
+    assert sorted(path.name for path in history.iterdir()) == [data.name, MANIFEST]
+
+
+def test_a_manifest_that_a_killed_writer_was_putting_in_its_place_is_in_nobodys_way(tmp_path: Path):
+    folder = tmp_path / "history"
+    folder.mkdir()
+    (folder / ".history.json.7.ab").write_text("{")
+    made(tmp_path, frames_of(LOG))
+    assert sorted(path.name for path in folder.iterdir()) == [read_manifest(folder).data, "history.json"]
+
+
+def test_many_writings_leave_few_runs_and_no_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvbm.replay.history.KEEP_RETIRED_S", 0.0)
+    frames = make_capture(3, commands=200).frames()
+    for end in range(1, len(frames) + 1, max(1, len(frames) // 12)):
+        made(tmp_path, frames[:end])
+    report = made(tmp_path, frames)
+    assert len(report.runs) <= 6
+    (data,) = (tmp_path / "history").glob("data-*")
+    last = {name for one in report.retired for name in one.names}
+    assert {path.name for path in data.iterdir()} <= {file.name for file in report.files()} | last
+
+
+def test_a_history_that_another_process_writes_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made(tmp_path, frames_of(LOG))
+    monkeypatch.setattr("kvbm.files.LOCK_WAIT_S", 0.05)
+    with alone(tmp_path / "history"), pytest.raises(SourceError, match="another process"):
+        made(tmp_path, frames_of(LOG))
 
 
 def test_a_start_of_any_sizes_is_taken(tmp_path: Path):
@@ -571,9 +633,19 @@ def test_values_of_any_kind_become_json(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["rows"] == [[[at], {"x": at}, at, "1.50"]]
 
 
-def hash_of(number: int) -> bytes:
-    return hashlib.sha256(str(number).encode()).digest()[:16]
-
-
-def cut_at(frame: Frame, wall_time_ns: int) -> Frame:
-    return msgspec.structs.replace(frame, wall_time_ns=wall_time_ns)
+def test_a_history_follows_its_log_until_it_is_interrupted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    capture, folder = tmp_path / "capture.kvbm", tmp_path / "history"
+    frames = frames_of(LOG)
+    capture.write_bytes(packed(frames[:5]))
+    assert main(["history", str(capture), str(folder), "--follow", "--anew"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+    program = "import sys; from kvbm.cli import replay_main; sys.exit(replay_main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "history", str(capture), str(folder), "--follow"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert "5 stays" in process.stdout.readline()
+        capture.write_bytes(packed(frames))
+        assert "8 stays" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    assert read_manifest(folder).stays == 8

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,16 +19,20 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from kvbm.assembly import open_engine_manager, open_manager
+from kvbm.catalog.access.callers import AccessOptions
+from kvbm.catalog.access.file import NewToken, add_token
 from kvbm.config import TracesSettings, load_settings
 from kvbm.core.errors import ConfigError, MissingExtraError
 from kvbm.core.ids import HASH_BYTES, Namespace, Tier, split_hashes
 from kvbm.locate.asynchronous import AsyncCatalogClient
+from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.http import CatalogClient
 from kvbm.manager.engine_hbm import EngineHbmManager
 from kvbm.manager.owned_hbm import Manager
 from kvbm.telemetry import span_export
+from kvbm.telemetry.tracing import Tracing
 from tests import vllm_script
-from tests.catalog_site import HASHES, SPACE, run_catalog
+from tests.catalog_site import HASHES, OTHER, SPACE, run_catalog
 from tests.eventually import WAIT_S, eventually
 from tests.extras import needed
 from tests.floods import CatalogProcess, catalog_process
@@ -428,6 +433,39 @@ def test_a_share_is_sampled_and_who_asks_decides_before(
     assert [(one.name, one.trace, one.parent) for one in receiver.spans] == [("kvbm.acquire", TRACE, PARENT)]
 
 
+def test_a_caller_of_some_tenants_does_not_decide_for_the_catalog(
+    nats_url: str, cluster: str, sqlite_url: str, tmp_path: Path, receiver: OtlpReceiver, opened: ExitStack
+) -> None:
+    trace = needed("opentelemetry.trace", "traces")
+    file = tmp_path / "access.toml"
+    tokens = {
+        "ops": add_token(file, NewToken("ops", "operator"), time.time()),
+        "acme": add_token(file, NewToken("acme", "router", ["acme"]), time.time()),
+    }
+    tracing = span_export.exporting(receiver.url, 0.5, {"service.name": "kvbm-catalog"}, "1")
+    opened.callback(tracing.close)
+    catalog = contextmanager(run_catalog)(
+        nats_url, cluster, sqlite_url, tracing=tracing, access=AccessOptions(file=str(file))
+    )
+    url = opened.enter_context(catalog).client.url
+    few, many = 1, (1 << 64) - 1  # of ids, half are below the middle
+
+    def ask(caller: str, trace_id: int) -> None:
+        kept = tmp_path / caller
+        kept.write_text(tokens[caller])
+        context = trace.SpanContext(trace_id, 1, is_remote=False, trace_flags=trace.TraceFlags(1))
+        client = CatalogClient(url, WAIT_S, credentials=CatalogCredentials(token=str(kept)))
+        with client, trace.use_span(trace.NonRecordingSpan(context)):
+            client.lookup(OTHER, HASHES[:HASH_BYTES])
+
+    for caller in tokens:
+        for trace_id in (few, many):
+            ask(caller, trace_id)
+    tracing.close()
+    found = {(one.values["caller"], int(one.trace, 16)) for one in receiver.named("kvbm.catalog.lookup")}
+    assert found == {("ops", few), ("ops", many), ("acme", few)}
+
+
 def test_no_sample_makes_no_thread_and_asks_nobody(tmp_path: Path, receiver: OtlpReceiver) -> None:
     with manager_at(tmp_path, receiver.url, traces__sample=0) as manager:
         serve(manager, 1, 2)
@@ -490,6 +528,8 @@ def test_a_receiver_that_refuses_is_one_warning_and_gets_later_spans(
         eventually(lambda: warnings_in(logs, "traces.found"), "nobody is told")
     (said,) = warnings_in(logs, "traces.not_sent")
     assert (said["why"], said["log_level"]) == ("status 500", "warning")
+    (found,) = warnings_in(logs, "traces.found")
+    assert found["lost_spans"] >= 2 + said["spans"]  # and not those of the first refusal alone
     assert "opentelemetry" not in capfd.readouterr().err.lower()
 
 
@@ -531,6 +571,53 @@ def test_a_full_queue_loses_the_oldest_and_says_how_many(
             manager.acquire(NAMESPACE.id, hashes_of(prompt + 5, 2))
         manager.close()
     assert sum(one["spans"] for one in warnings_in(logs, "traces.closed_unsent")) >= 20
+
+
+def test_spans_that_find_no_room_again_are_lost_and_counted(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch, opened: ExitStack
+) -> None:
+    monkeypatch.setattr(span_export, "MOST_WAITING", 4)
+    queue = span_export._SpanQueue(receiver.url)
+    opened.callback(queue.shutdown)
+    queue._stops.set()
+    queue._thread.join(WAIT_S)
+    spans = [str(number) for number in range(7)]
+    queue._waiting.extend(spans[:4])  # type: ignore[arg-type]
+
+    def send(batch: list[object]) -> tuple[str, bool]:
+        queue._waiting.extend(spans[4:])  # type: ignore[arg-type]  # what ends meanwhile
+        return "status 503", True
+
+    monkeypatch.setattr(queue._receiver, "send", send)
+    assert not queue._send_waiting()
+    assert list(queue._waiting) == spans[3:] and queue._lost == 3
+
+
+def test_a_provider_that_raises_fails_no_question() -> None:
+    trace = needed("opentelemetry.trace", "traces")
+
+    class Broken(trace.NonRecordingSpan):  # type: ignore[name-defined,misc]
+        asked = 0
+
+        def is_recording(self) -> bool:
+            type(self).asked += 1
+            if type(self).asked > 1:
+                raise RuntimeError("broken")
+            return True
+
+    class Provider:
+        def start_span(self, *arguments: object) -> object:
+            return Broken(trace.SpanContext(1, 1, is_remote=False, trace_flags=trace.TraceFlags(1)))
+
+    with capture_logs() as logs:
+        tracing = Tracing(Provider())  # type: ignore[arg-type]
+        span = tracing.begin("kvbm.acquire", "")
+        assert span.is_recording
+        with pytest.raises(KeyError), span.current():
+            raise KeyError(trace.get_current_span().get_span_context().trace_id)  # of the question, and no other
+        assert not trace.get_current_span().get_span_context().is_valid
+        assert not tracing.begin("kvbm.acquire", "").is_recording  # it raises already when it is asked
+    assert len(warnings_in(logs, "traces.broke")) == 1
 
 
 # -- who has not asked for it -----------------------------------------------------------------------------------------

@@ -71,12 +71,14 @@ def modules() -> set[str]:
 
 def test_a_wheel_holds_all_modules_but_those_that_measure_and_compare(tmp_path: Path) -> None:
     measured = {name for name in modules() if name.startswith("kvbm/bench/")}
-    shipped = modules() - measured
+    page = {str(path.relative_to(wheels.ROOT)) for path in (wheels.ROOT / wheels.WEB).rglob("*") if path.is_file()}
+    shipped = (modules() - measured) | page
     assert {"kvbm/bench/report.py", "kvbm/bench/virtual_time/policies.py"} <= measured
     wheels.check_contents(wheel_with(tmp_path, {*shipped, "kvbm/py.typed", "kvbm/migrations/versions/0001_first.py"}))
     for names, words in (
         ({*shipped, "kvbm/bench/report.py"}, "holds kvbm/bench/report.py, which wheels leave out"),
-        (modules(), "which wheels leave out"),
+        (modules() | page, "which wheels leave out"),
+        (shipped - {"kvbm/catalog/web/views/block.js"}, "lacks kvbm/catalog/web/views/block.js"),
         (shipped - {"kvbm/cli.py"}, "lacks kvbm/cli.py"),
         ({*shipped, "kvbm/engines/gone.py"}, "holds, and this checkout does not, kvbm/engines/gone.py"),
     ):

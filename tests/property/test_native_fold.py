@@ -30,6 +30,7 @@ from kvbm.core.events import (
     ResidenciesListed,
     SnapshotEnded,
     StopReason,
+    UsageRecorded,
 )
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier, pack_slots
@@ -172,7 +173,7 @@ def random_event(rng: random.Random) -> Event:
     hashes, slots = b"".join(run), pack_slots(rng.choice([HASHES.index(block), rng.randint(0, 9)]) for block in run)
     match rng.randint(0, 40):
         case 0:
-            return InstanceStopped(reason=StopReason.SHUTDOWN)
+            return rng.choice([InstanceStopped(reason=StopReason.SHUTDOWN), UsageRecorded(since_ms=1, until_ms=2)])
         case 1:
             return InstanceStarted(epoch=Epoch(rng.randint(0, 3)), pools=START.pools)
         case number if number < 14:

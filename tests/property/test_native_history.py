@@ -9,14 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm import _native
-from kvbm.core.codec import Frame, encode_frame
 from kvbm.core.events import Event, InstanceStarted
 from kvbm.core.fold import Residencies
-from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
+from kvbm.core.ids import Epoch, NamespaceId, SequenceHash, Tier
 from kvbm.core.stays import CLAIMED, LASTING
 from kvbm.reference.history import StayHistory
 from tests.examples import examples
-from tests.small_events import small_events
+from tests.small_events import small_events, small_frames
 
 MISSED = "missed"  # in a sequence of frames: some were
 Moment = dict[tuple[Tier, SequenceHash], NamespaceId]
@@ -24,31 +23,6 @@ Moment = dict[tuple[Tier, SequenceHash], NamespaceId]
 frames_of_events = st.lists(
     st.just(MISSED) | st.tuples(st.integers(1, 3), st.lists(small_events(), min_size=1, max_size=5)), max_size=12
 )
-
-
-def frames(steps: Sequence[str | tuple[int, list[Event]]]) -> list[bytes | None]:
-    """Frames of the steps, a second apart, epochs as told and offsets that go on; None: some were missed."""
-    made: list[bytes | None] = []
-    epoch = offset = 0
-    for number, step in enumerate(steps):
-        if isinstance(step, str):
-            made.append(None)
-            offset += 7
-            continue
-        told, events = step
-        if told > epoch:
-            epoch, offset = told, 0
-        frame = Frame(
-            instance=InstanceId("a"),
-            epoch=Epoch(epoch),
-            first_offset=Offset(offset),
-            wall_time_ns=(number + 1) * 10**9,
-            digest=0,
-            events=tuple(events),
-        )
-        made.append(encode_frame(frame))
-        offset += len(events)
-    return made
 
 
 def told(history: StayHistory | _native.StayHistory) -> tuple[np.ndarray, np.ndarray, tuple[NamespaceId, ...], object]:
@@ -59,7 +33,7 @@ def told(history: StayHistory | _native.StayHistory) -> tuple[np.ndarray, np.nda
 @settings(max_examples=examples(300), deadline=None)
 def test_the_native_history_is_its_specification(steps: list[str | tuple[int, list[Event]]]):
     native, reference = _native.StayHistory(), StayHistory()
-    for data in frames(steps):
+    for data in small_frames(steps):
         for history in (native, reference):
             if data is None:
                 history.miss_events()
@@ -78,7 +52,7 @@ def test_stays_say_what_was_held_at_each_moment(steps: list[str | tuple[int, lis
     history, fold = _native.StayHistory(), Residencies(strict=False)
     ended: list[np.ndarray] = []
     held: list[Moment] = []
-    for data, step in zip(frames(steps), steps, strict=True):
+    for data, step in zip(small_frames(steps), steps, strict=True):
         if data is None or isinstance(step, str):
             history.miss_events()
             fold.miss_events()

@@ -19,6 +19,7 @@ from kvbm.core.events import (
     InstanceStarted,
     InstanceStopped,
     SnapshotEnded,
+    UsageRecorded,
 )
 from kvbm.core.ids import Tier
 from kvbm.replay.diff import EVENT
@@ -35,7 +36,7 @@ def changed(event: Event, pick: random.Random) -> Event:
             return msgspec.structs.replace(event, engine=event.engine + "x")
         case BlocksCreated() if pick.random() < 0.5:
             return msgspec.structs.replace(event, start=event.start + 1)
-        case SnapshotEnded() | InstanceStopped():
+        case SnapshotEnded() | InstanceStopped() | UsageRecorded():
             return BlocksEvicted(namespace=NAMESPACE, tier=Tier.HBM, reason=EvictReason.TTL, hashes=some_hash("d"))
         case _:
             hashes = bytearray(event.hashes)

@@ -25,6 +25,7 @@ from kvbm.core.events import (
     MigrateCause,
     ResidenciesListed,
     SnapshotEnded,
+    UsageRecorded,
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, Offset, Tier, pack_slots
 from kvbm.replay.findings import ReplayFinding, exit_code
@@ -140,7 +141,7 @@ def changed_event(event: Event) -> Event:
             return msgspec.structs.replace(event, count=event.count + 1)
         case InstanceStarted():
             return msgspec.structs.replace(event, engine="another")
-        case InstanceStopped():
+        case InstanceStopped() | UsageRecorded():
             return SnapshotEnded(tier=Tier.HBM, snapshot=7, count=0)
 
 

@@ -13,12 +13,14 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from kvbm.assembly import NATIVE
 from kvbm.catalog.follow.archive import ArchiveFiles
-from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.codec import Frame, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
-from kvbm.core.events import BlocksCreated
+from kvbm.core.events import BlocksCreated, Event, UsageRecorded, UsageRow
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.erasure.archive import Meant, rewrite_frames, rewrite_samples
+from kvbm.replay.scan import Damage, scan
 from kvbm.streams.access_samples import encode_sample, read_samples
 from kvbm.streams.base import AccessSample, Fence, StreamMessage, fence_data
 from kvbm.streams.fence_records import encode_fence, encode_told
@@ -313,7 +315,7 @@ def with_blocks(folder: Path) -> ArchiveFiles:
 
 
 def erase(archive: ArchiveFiles, frame: Callable[[Frame], bool]) -> int:
-    meant = Meant(frame, lambda _: False, 1)
+    meant = Meant(frame, lambda _: False, lambda _: False, 1)
     return archive.rewrite(partial(rewrite_frames, meant=meant), partial(rewrite_samples, meant=meant))
 
 
@@ -359,8 +361,47 @@ def test_a_damaged_record_in_an_archive_hides_no_frame_from_an_erasure(tmp_path:
     size = path.stat().st_size
     (folder / "POSITION").unlink()
     assert size < 4096
-    assert rewrite_frames(path, Meant(of_victim, lambda _: False, 1)) == 2
+    assert rewrite_frames(path, Meant(of_victim, lambda _: False, lambda _: False, 1)) == 2
     assert bytes(VICTIM) not in path.read_bytes() and path.read_bytes().count(bytes(OTHER)) >= 3
+
+
+def test_usage_of_other_tenants_stays_also_out_of_frames_that_go(tmp_path: Path) -> None:
+    def usage(*tenants: str) -> UsageRecorded:
+        rows = tuple(UsageRow(tenant, saved_tokens=7) for tenant in tenants)
+        return UsageRecorded(since_ms=3_600_000, until_ms=3_600_001, rows=rows)
+
+    created = BlocksCreated(namespace=VICTIM, tier=Tier.HBM, hashes=bytes(VICTIM))
+    others = msgspec.structs.replace(created, namespace=OTHER, hashes=bytes(OTHER))
+
+    def frame(first: int, *events: Event) -> Frame:
+        where = {"instance": InstanceId("one"), "epoch": Epoch(1), "first_offset": Offset(first), "wall_time_ns": 5}
+        return Frame(digest=9, events=events, **where)
+
+    frames = [  # the other events of one that goes have records in their place
+        frame(0, created, usage("acme", "other"), created, created, usage("acme")),
+        frame(5, others, usage("acme", "other")),
+        frame(7, others, usage("other")),
+    ]
+    path = tmp_path / "some.kvbm"
+    path.write_bytes(b"".join(map(encode_frame, frames)))
+    meant = Meant(of_victim, lambda _: False, lambda tenant: tenant == "acme", 77)
+    assert rewrite_frames(path, meant) == 2
+    data = path.read_bytes()
+    kept = [
+        (piece.found.header.event_count, None)
+        if isinstance(piece.found, Damage) and piece.found.header
+        else (0, decode_frame(piece.data)[0].events)
+        for piece in scan(lambda at, size: data[at : at + size], len(data), NATIVE)
+    ]
+    assert kept == [
+        (1, None),
+        (0, (usage("other"),)),
+        (2, None),
+        (0, (usage(),)),
+        (0, (others, usage("other"))),
+        (0, (others, usage("other"))),
+    ]
+    assert rewrite_frames(path, meant) == 0
 
 
 def test_damaged_samples_go_with_an_erasure_also_where_none_is_meant(tmp_path: Path) -> None:
@@ -369,5 +410,6 @@ def test_damaged_samples_go_with_an_erasure_also_where_none_is_meant(tmp_path: P
     bad = bytearray(encode_sample(msgspec.structs.replace(SAMPLE, namespace=VICTIM)))
     bad[-1] ^= 1
     path.write_bytes(good + bytes(bad) + good)
-    assert rewrite_samples(path, Meant(of_victim, lambda sample: sample.namespace == VICTIM, 1)) == 1
+    meant = Meant(of_victim, lambda sample: sample.namespace == VICTIM, lambda _: False, 1)
+    assert rewrite_samples(path, meant) == 1
     assert path.read_bytes() == good * 2 and [one.name for one in tmp_path.iterdir()] == [path.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -65,6 +65,7 @@ class Instance:
         self.engine_tier: Tier | None = None
         self.unnamed: list[NamespaceId] = []
         self.held_back: list[bool] = []
+        self.usage_erased: list[tuple[int, bool, bool]] = []  # whether acme and globex are meant
 
     @property
     def tiers(self) -> list[Tier]:
@@ -108,6 +109,9 @@ class Instance:
     def unname(self, namespaces: Iterable[NamespaceId]) -> None:
         self.unnamed += namespaces
 
+    def erase_usage(self, number: int, is_meant: Callable[[str], bool]) -> None:
+        self.usage_erased.append((number, is_meant("acme"), is_meant("globex")))
+
     def wipe(self, tier: Tier, dirty: set[int]) -> Wiped:
         clean = sorted(dirty - self.pinned)
         return Wiped(clean, len(clean))
@@ -144,6 +148,20 @@ def test_a_record_names_nobody_and_means_whom_it_should() -> None:
     assert prompt.namespace(GLOBEX.id) and not prompt.namespace(ACME.id, "acme") and not prompt.is_whole
     assert prompt.of(blocks(1, 3, 2)) == blocks(1, 2)
     assert (prompt.any(blocks(3, 2)), prompt.any(blocks(3, 4))) == (True, False)
+
+
+def test_what_a_tenant_has_used_is_erased_until_all_else_is_and_that_of_a_namespace_is_not() -> None:
+    instance = Instance({Tier.HBM: {ACME.id: blocks(1), GLOBEX.id: blocks(2)}})
+    instance.pinned = {3}
+    erasing = erasures(instance)
+    record = recorded(Subject("acme", (ACME.id,)), Subject(None, (GLOBEX.id,)))
+    erasing.take(record)
+    erasing.step()
+    instance.pinned, instance.journal_from = set(), instance.at
+    erasing.step()
+    assert not erasing.is_busy
+    erasing.step()
+    assert instance.usage_erased == [(record.erasures[0].number, True, False)] * 2
 
 
 def test_two_records_of_one_tenant_cannot_be_told_to_mean_the_same() -> None:
@@ -392,6 +410,7 @@ def test_a_catalog_reads_on_to_the_streams_end_since_it_last_waited_for_somebody
         sequencer=SimpleNamespace(sequence=5),
         writer=SimpleNamespace(stored=5),
         lag=SimpleNamespace(messages=lambda: 1),
+        past=None,
         stream=stream,
         archive=None,
         checkpointer=None,

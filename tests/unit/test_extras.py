@@ -15,8 +15,8 @@ from kvbm.core.errors import MissingExtraError
 from tests.extras import needed
 
 TESTS = Path(__file__).parents[1]
-# Those of engines are collected where an engine is installed; the server is a program that tests start.
-ELSEWHERE = ("engines/", "moto_server.py")
+# Those of engines are collected where an engine is installed; the others are programs that tests start.
+ELSEWHERE = ("engines/", "moto_server.py", "upgrade_engine.py")
 # The modules of what extras bring, by distribution, with what they bring in turn.
 MODULES = {
     "aiosqlite": {"aiosqlite"},

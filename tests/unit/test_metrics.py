@@ -93,4 +93,7 @@ def test_each_part_that_may_be_degraded_is_told_apart() -> None:
     degraded.note("catalog-follow", "has ended")
     assert parts.get(at) == {(part,): part in ("NATS", "instances", "tasks") for part in DEGRADED_PARTS}
     degraded.clear("NATS")
+    degraded.note("archive stream", "NATS is away")  # no folder refuses anything
+    assert parts.get(at) == {(part,): part in ("NATS", "instances", "tasks") for part in DEGRADED_PARTS}
+    degraded.clear("archive stream")
     assert parts.get(at) == {(part,): part in ("instances", "tasks") for part in DEGRADED_PARTS}

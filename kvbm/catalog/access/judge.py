@@ -18,7 +18,8 @@ UNIX_HOST = "unix"  # the address of a peer on a unix socket
 PASSED = "passed"
 Outcome = Literal["passed", "unknown", "forbidden", "over"]
 
-_FOR_ALL = frozenset({"/healthz", "/readyz"})
+_FOR_ALL = frozenset({"/healthz", "/readyz", "/ui"})
+_PAGE = "/ui/"  # whose files hold no data
 _FOR_ROUTERS = frozenset(
     {
         "/v1/lookup",
@@ -29,6 +30,9 @@ _FOR_ROUTERS = frozenset(
         "/v1/instances",
         "/v1/namespaces",
         "/v1/checkpoint",
+        "/v1/overview",
+        "/v1/overview/feed",
+        "/v1/usage",
         "/openapi.json",
     }
 )
@@ -100,7 +104,7 @@ def _within(outcome: Outcome, name: str, host: str, loopback: bool) -> Judged:
 
 def allowed(caller: Caller | None, path: str) -> Outcome:
     """Whether the role of a caller may ask this, however much it asks."""
-    if path in _FOR_ALL:
+    if path in _FOR_ALL or path.startswith(_PAGE):
         return "passed"
     if caller is None:
         return "unknown"

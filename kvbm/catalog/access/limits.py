@@ -397,7 +397,7 @@ class MeteredExchange:
         self._limited = is_limited(limits.settings.loopback, _name(scope), self._host)
         self._is_probe = self._path in _PROBES
         self._more, self._expects, self.length = _body_headers(scope)
-        self._body_bytes = self._answer_bytes = self._held = self._more_cost = 0
+        self._body_bytes = self._answer_bytes = self._held = self._more_cost = self._charged = 0
         self._unpaced_s = 0.0  # of the loop's time, since the last part of the body
         self._started = False
 
@@ -484,6 +484,8 @@ class MeteredExchange:
                 message = {**message, "headers": [*message.get("headers", []), (b"connection", b"close")]}
         else:
             self._answer_bytes += len(message.get("body", b""))
+            if message.get("more_body", False):
+                self._charge_sent()
             if self._more and not message.get("more_body", False):
                 await self._send({**message, "more_body": True})
                 await self._drain()
@@ -546,8 +548,15 @@ class MeteredExchange:
             self._limits.bodies.give(self.key, self._held)
             self._held = 0
         if self._limited:
-            cost = cost_of(self._body_bytes, self._answer_bytes) + self._more_cost
+            cost = cost_of(self._body_bytes, self._answer_bytes) + self._more_cost - self._charged
             self._limits.requests.charge(self._limits.clock(), self.key, cost)
+
+    def _charge_sent(self) -> None:
+        """Charge what was sent so far: a feed goes on for hours, and all of it at its end would keep its caller out."""
+        units = self._answer_bytes // _ANSWER_UNIT_BYTES
+        if self._limited and units > self._charged:
+            self._limits.requests.charge(self._limits.clock(), self.key, units - self._charged)
+            self._charged = units
 
     async def _drain(self) -> None:
         """Read what the caller still sends, within bounds."""

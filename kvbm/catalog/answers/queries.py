@@ -450,7 +450,7 @@ class Queries:
             applied=heartbeat.applied or None if heartbeat is not None else None,
             suspect=view is None or view.suspect or instance in self._backlog.behind,
             partial=view is not None and view.partial,
-            suspicions=self._suspicions(instance),
+            suspicions=self.suspicions(instance),
             snapshot_asked_s=self._requests.asker.age_s(now_s, instance),
             excluded=why.value if (why := self._liveness.why(instance)) is not None else "",
             trouble=heartbeat.trouble if heartbeat is not None else "",
@@ -472,7 +472,7 @@ class Queries:
         name = self._index.pool_name(instance, pool.tier) or ""
         return claims.get(name, 0) if pool.reach == Reach.CLUSTER else counts.get(pool.tier, 0)
 
-    def _suspicions(self, instance: InstanceId) -> list[str]:
+    def suspicions(self, instance: InstanceId) -> list[str]:
         """Why an instance is suspect, in words."""
         view, trouble = self._index.view(instance), self._sequencer.suspicions.by_instance.get(instance)
         if (unreadable := self._sequencer.unreadable(instance)) is not None:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,7 +21,6 @@ try:
     from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect, Request
     from starlette.responses import Response
-    from starlette.routing import Route
 except ImportError:
     raise MissingExtraError("the catalog's web library (starlette)", "catalog") from None
 
@@ -29,14 +28,18 @@ from kvbm.catalog.access.callers import Access, Caller
 from kvbm.catalog.access.judge import PASSED, allowed
 from kvbm.catalog.access.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Limited, Limits, MeteredExchange
 from kvbm.catalog.answers.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, without_prompt
-from kvbm.catalog.edge.checkpoint_response import CONTENT_TYPE as CHECKPOINT
 from kvbm.catalog.edge.checkpoint_response import CheckpointResponse
 from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
-from kvbm.catalog.edge.feed_response import CONTENT_TYPE as EVENTS
 from kvbm.catalog.edge.feed_response import FeedResponse
 from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, CountedAnswers, Gate, content_type
+from kvbm.catalog.edge.history import HistoryHandlers
+from kvbm.catalog.edge.instance_detail import instance_detail
 from kvbm.catalog.edge.metrics import ROWS
+from kvbm.catalog.edge.overview import Overview
+from kvbm.catalog.edge.page import HEADERS, ToPage, page_files
 from kvbm.catalog.edge.prompt_answers import NOT_TOLD, PromptAnswers
+from kvbm.catalog.edge.routes import ROUTES, openapi
+from kvbm.catalog.edge.usage_requests import usage_wanted
 from kvbm.catalog.edge.watch_requests import decode_watch
 from kvbm.catalog.follow.follower import FIRST, not_reached
 from kvbm.catalog.follow.forgetting import NotForgottenError
@@ -46,27 +49,21 @@ from kvbm.core.answers import (
     MAX_INSTANCES,
     MAX_POSITIONS,
     MAX_WAIT_S,
-    BlockAnswer,
     ErrorAnswer,
     ErrorDetail,
-    FindAnswer,
     FindRequest,
     ForgottenAnswer,
-    InstancesAnswer,
-    LookupAnswer,
     LookupRequest,
-    NamespacesAnswer,
-    PresenceAnswer,
     PresenceRequest,
     ReadyAnswer,
     ReadyWord,
-    RouteAnswer,
     RouteRequest,
     SnapshotAnswer,
+    UsageAnswer,
 )
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
 from kvbm.core.prompt_batches import CONTENT_TYPE as BATCHES
-from kvbm.core.watch_events import WatchRequest
+from kvbm.core.usage import time_text
 from kvbm.streams.base import Position
 from kvbm.telemetry.metrics import CONTENT_TYPE, CatalogMetrics
 
@@ -105,8 +102,9 @@ def create_surface(
     answers = PromptAnswers(service, metrics)
     api = _Api(service, version, troubles, limits.refusals, metrics, answers)
     app = Starlette(
-        routes=[route.served_by(api) for route in _ROUTES],
+        routes=[route.served_by(api) for route in ROUTES],
         middleware=[
+            Middleware(ToPage),
             Middleware(CountedAnswers, answers=metrics.answers),
             Middleware(Gate, access=access, count=api.count_request, within=lambda judged: Limited(judged, limits)),
         ],
@@ -116,8 +114,8 @@ def create_surface(
     return Surface(app, FastPath(access, limits, answers, api.count_request, metrics.answers), limits)
 
 
-class _Api:
-    """The handlers, one for each path of `_ROUTES`."""
+class _Api(HistoryHandlers):
+    """The handlers, one for each path of `ROUTES`."""
 
     def __init__(
         self,
@@ -128,11 +126,13 @@ class _Api:
         metrics: CatalogMetrics,
         answers: PromptAnswers,
     ) -> None:
+        super().__init__(service.past)
         self._service, self._version, self._troubles = service, version, troubles
         self._visible = service.queries.visibility
         self._metrics, self._refusals = metrics, refusals
         self._answers = answers
         self._openapi = msgspec.json.encode(openapi(version))
+        self._overview, self._files = Overview(service, version, troubles), page_files()
 
     def count_request(self, caller: str, outcome: str) -> None:
         """See `Gate`."""
@@ -177,6 +177,31 @@ class _Api:
             return caller if outcome == PASSED else None
 
         return FeedResponse(self._service.watches.open(exchange.key, asked, _caller(request), caller_now))
+
+    async def overview(self, request: Request) -> Response:
+        return _encoded(await self._overview.answer(_caller(request)))
+
+    async def overview_feed(self, request: Request) -> Response:
+        def caller_now() -> Caller | None:
+            caller, outcome = _judged_now(request)
+            return caller if outcome == PASSED else None
+
+        return FeedResponse(self._overview.open(_exchange(request).key, caller_now))
+
+    async def instance_detail(self, request: Request) -> Response:
+        return _json(instance_detail(self._service, InstanceId(request.path_params["instance"])))
+
+    async def to_page(self, request: Request) -> Response:
+        return Response(status_code=307, headers={"location": "ui/", "vary": "accept"})
+
+    async def page(self, request: Request) -> Response:
+        found = self._files.get(request.path_params["file"])
+        if found is None:
+            raise HTTPException(404, "the page has no such file")
+        headers = {**HEADERS, "etag": found.tag}
+        if request.headers.get("if-none-match") == found.tag:
+            return Response(status_code=304, headers=headers)
+        return Response(found.body, headers=headers, media_type=found.media_type)
 
     async def checkpoint(self, request: Request) -> Response:
         if not _caller(request).sees_all:  # it has all tenants' blocks
@@ -255,6 +280,23 @@ class _Api:
                 _caller(request), _one_hash("after", after) if after else b"", int(text)
             )
         )
+
+    async def history_sql(self, request: Request) -> Response:
+        body = await _body(request)
+        self._judge_again(request)
+        return await self.history_of(request, body)
+
+    async def usage(self, request: Request) -> Response:
+        caller, asked = _caller(request), request.query_params
+        wanted = usage_wanted(caller, asked)
+        try:
+            page = await self._service.store.usage(wanted)
+            has_gaps = caller.sees_all and wanted.tenants is None and "next" not in asked
+            gaps = await self._service.store.usage_gaps(wanted) if has_gaps else []
+        except CatalogError as error:
+            raise ApiError(503, "no_usage", str(error), "ask again when the database is back") from None
+        going_on = "" if page.next_ms is None else time_text(page.next_ms)
+        return _json(UsageAnswer(hours=page.hours, gaps=gaps, next=going_on))
 
     async def status(self, request: Request) -> Response:
         ready = self._readiness(_caller(request))
@@ -444,7 +486,10 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     if error.refused:
         _exchange(request).refused(error.refused)
-    return _json(error.answer, error.status)
+    answer = _json(error.answer, error.status)
+    if error.status == 429:
+        answer.headers["retry-after"] = "1"
+    return answer
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -463,234 +508,3 @@ async def _on_bug(request: Request, error: Exception) -> Response:
         code="internal", message=f"{type(error).__name__} in {request.url.path}", what_to_do="report it with the log"
     )
     return _json(ErrorAnswer(error=detail), 500)
-
-
-# -- OpenAPI ----------------------------------------------------------------------------------------------------------
-
-
-class _Route(msgspec.Struct, frozen=True, kw_only=True):
-    path: str
-    handler: str
-    summary: str
-    method: str = "GET"
-    takes: type[msgspec.Struct] | None = None
-    gives: type[msgspec.Struct] | None = None
-    media_type: str = "application/json"
-    errors: tuple[int, ...] = ()
-    examples: dict[str, Any] = {}
-    asks: dict[str, Any] = {}  # in the query
-
-    @property
-    def methods(self) -> list[str]:
-        """Those it answers; HEAD, with which some look whether a server is there, but for what is long."""
-        return ["GET", "HEAD"] if self.method == "GET" and self.media_type != CHECKPOINT else [self.method]
-
-    def served_by(self, api: _Api) -> Route:
-        """The route of the web library, which leads to the handler."""
-        served = Route(self.path, getattr(api, self.handler), name=self.handler)
-        served.methods = set(self.methods)  # by itself it answers HEAD wherever it answers GET
-        return served
-
-
-_EXAMPLE_ID = "5e0c2d6f9b1a4c3d8e7f60514233a1b2"
-_EXAMPLE_HASHES = ["00112233445566778899aabbccddeeff", "ffeeddccbbaa99887766554433221100"]
-_EXAMPLE_LOOKUP = {"namespace": _EXAMPLE_ID, "hashes": _EXAMPLE_HASHES}
-_EXAMPLE_FIELDS = {"namespace": {"model": "tiny", "block_tokens": 16}, "tokens": [1, 2, 3, 4] * 8}
-_EXAMPLE_WAIT = _EXAMPLE_LOOKUP | {
-    "at_least": [{"instance": "instance-0", "epoch": 3, "offset": 1200}],
-    "timeout_s": 0.5,
-}
-
-_ROUTES = (
-    _Route(
-        path="/v1/lookup",
-        handler="lookup",
-        method="POST",
-        takes=LookupRequest,
-        gives=LookupAnswer,
-        summary="Who has how much of a prefix?",
-        errors=(400, 408, 413, 422, 503, 504),
-        examples={
-            "hashes": {"value": _EXAMPLE_LOOKUP},
-            "tokens": {"summary": "a namespace whose secret the catalog knows", "value": _EXAMPLE_FIELDS},
-            "read your writes": {"value": _EXAMPLE_WAIT},
-        },
-    ),
-    _Route(
-        path="/v1/route",
-        handler="route",
-        method="POST",
-        takes=RouteRequest,
-        gives=RouteAnswer,
-        summary="Which instance should serve this prompt, and why?",
-        errors=(400, 408, 413, 422, 503, 504),
-        examples={"hashes": {"value": _EXAMPLE_LOOKUP | {"input_tokens": 40}}},
-    ),
-    _Route(
-        path="/v1/presence",
-        handler="presence",
-        method="POST",
-        takes=PresenceRequest,
-        gives=PresenceAnswer,
-        summary="Which of these blocks are held, and by whom? There may be holes.",
-        errors=(400, 408, 413, 422, 503, 504),
-        examples={"hashes": {"value": _EXAMPLE_LOOKUP}},
-    ),
-    _Route(
-        path="/v1/find",
-        handler="find",
-        method="POST",
-        takes=FindRequest,
-        gives=FindAnswer,
-        summary="What of these blocks can be read from pools, and from which live instances?",
-        errors=(400, 408, 413, 422, 503, 504),
-        examples={
-            "hashes": {
-                "value": _EXAMPLE_LOOKUP | {"first": 1, "asker": "instance-0", "topology": ["zone-a", "host-17"]}
-            }
-        },
-    ),
-    _Route(
-        path="/v1/watch",
-        handler="watch",
-        method="POST",
-        takes=WatchRequest,
-        media_type=EVENTS,
-        summary="A feed of changes of a namespace, an instance or a prefix, as server-sent events.",
-        errors=(400, 408, 413, 422, 503),
-        examples={
-            "namespace": {"value": {"namespace": _EXAMPLE_ID}},
-            "instance": {"value": {"instance": "instance-0", "after": None}},
-            "prefix": {"value": _EXAMPLE_LOOKUP},
-        },
-    ),
-    _Route(
-        path="/v1/blocks/{namespace}/{hash}",
-        handler="block",
-        gives=BlockAnswer,
-        summary="Who holds a block?",
-        errors=(422, 503),
-    ),
-    _Route(
-        path="/v1/instances",
-        handler="instances",
-        gives=InstancesAnswer,
-        summary="Instances, by name: at most `limit` of them (1 to 1,000), behind `after`, or those of a `name`.",
-        errors=(422,),
-        asks={
-            "after": {"type": "string"},
-            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES},
-            "name": {"type": "array", "items": {"type": "string"}, "maxItems": MAX_POSITIONS},
-        },
-    ),
-    _Route(
-        path="/v1/instances/{instance}/snapshot",
-        handler="ask_snapshot",
-        method="POST",
-        gives=SnapshotAnswer,
-        summary="Ask an instance to take a snapshot of what it holds.",
-        errors=(404, 503),
-    ),
-    _Route(
-        path="/v1/instances/{instance}",
-        handler="forget",
-        method="DELETE",
-        gives=ForgottenAnswer,
-        summary="Forget an instance that is gone. For operators.",
-        errors=(403, 404, 409, 503),
-    ),
-    _Route(
-        path="/v1/checkpoint",
-        handler="checkpoint",
-        media_type=CHECKPOINT,
-        errors=(404, 429),
-        summary="The newest checkpoint of the index, for a replica to begin with. For callers of all tenants.",
-    ),
-    _Route(
-        path="/v1/namespaces",
-        handler="namespaces",
-        gives=NamespacesAnswer,
-        errors=(422,),
-        summary="Namespaces with known fields, by id: at most `limit` of them (1 to 1,000) and some MiB, behind "
-        "`after`.",
-        asks={
-            "after": {"type": "string"},
-            "limit": {"type": "integer", "minimum": 1, "maximum": MAX_INSTANCES, "default": MAX_INSTANCES},
-        },
-    ),
-    _Route(path="/healthz", handler="healthz", summary="Whether the process answers.", media_type="text/plain"),
-    _Route(
-        path="/readyz", handler="readyz", gives=ReadyAnswer, summary="Whether answers are complete; 503 until then."
-    ),
-    _Route(path="/metrics", handler="metrics", summary="Prometheus metrics.", media_type="text/plain"),
-    _Route(path="/openapi.json", handler="openapi", summary="This description."),
-    _Route(path="/", handler="status", summary="What this is."),
-)
-
-_ERROR_WORDS = {
-    400: "The body is not JSON.",
-    401: "The catalog does not know who asks.",
-    403: "The caller's role may not ask this.",
-    404: "There is no such thing.",
-    408: "The body came too slowly.",
-    409: "The instance is alive.",
-    413: "The body is too large.",
-    422: "The request makes no sense; the error says why.",
-    429: "The caller asks too much; `retry-after` says when to ask again.",
-    503: "Not ready, nobody to route to, or the stream is away.",
-    504: "`at_least` was not reached in time.",
-}
-
-
-def openapi(version: str = "") -> dict[str, Any]:
-    """The OpenAPI 3.1 description of the service."""
-    structs = [ErrorAnswer]
-    for route in _ROUTES:
-        structs += [struct for struct in (route.takes, route.gives) if struct is not None]  # type: ignore[misc]
-    _, components = msgspec.json.schema_components(structs, ref_template="#/components/schemas/{name}")
-    paths: dict[str, Any] = {}
-    for route in _ROUTES:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
-    return {
-        "openapi": "3.1.0",
-        "info": {
-            "title": "kvbm catalog",
-            "version": version or "0",
-            "description": "Where the cluster's KV-cache blocks lie.",
-        },
-        "paths": paths,
-        "components": {"schemas": components},
-    }
-
-
-def _operation(route: _Route) -> dict[str, Any]:
-    schema = _reference(route.gives) if route.gives is not None else {}
-    responses: dict[str, Any] = {
-        "200": {"description": "The answer.", "content": {route.media_type: {"schema": schema}}}
-    }
-    if route.handler == "readyz":
-        responses["503"] = responses["200"] | {"description": "Not ready; `reason` says why."}
-    asks_who = () if route.handler in ("healthz", "readyz") else (401, 403)
-    for status in (*asks_who, *route.errors):
-        content = {"application/json": {"schema": _reference(ErrorAnswer)}}
-        responses[str(status)] = {"description": _ERROR_WORDS[status], "content": content}
-    operation: dict[str, Any] = {"operationId": route.handler, "summary": route.summary, "responses": responses}
-    content = {"application/json": {"schema": _reference(ErrorAnswer)}}
-    responses["429"] = {"description": _ERROR_WORDS[429], "content": content}
-    if route.takes is not None:
-        content = {"application/json": {"schema": _reference(route.takes), "examples": route.examples}}
-        operation["requestBody"] = {"required": True, "content": content}
-    names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
-    kinds = {"instance": {"type": "string"}}
-    pattern = {"type": "string", "pattern": f"^[0-9a-fA-F]{{{HEX_DIGITS}}}$"}
-    parameters = [{"name": name, "in": "path", "required": True, "schema": kinds.get(name, pattern)} for name in names]
-    parameters += [
-        {"name": name, "in": "query", "required": False, "schema": kind} for name, kind in route.asks.items()
-    ]
-    if parameters:
-        operation["parameters"] = parameters
-    return operation
-
-
-def _reference(struct: type[msgspec.Struct]) -> dict[str, str]:
-    return {"$ref": f"#/components/schemas/{struct.__name__}"}

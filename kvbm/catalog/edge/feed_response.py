@@ -6,13 +6,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvbm.catalog.answers.watches import Feed
-
 CONTENT_TYPE = "text/event-stream"
+
+
+class FeedSource(Protocol):
+    """What is sent."""
+
+    def events(self) -> AsyncIterator[bytes]:
+        """What goes out, piece by piece, as server-sent events."""
+
+    def close(self) -> None:
+        """Give back what it holds. Idempotent."""
 
 
 class FeedResponse(Response):
@@ -20,7 +30,7 @@ class FeedResponse(Response):
 
     media_type = CONTENT_TYPE
 
-    def __init__(self, feed: Feed) -> None:
+    def __init__(self, feed: FeedSource) -> None:
         super().__init__(None, 200, {"cache-control": "no-store", "x-accel-buffering": "no"})
         self._feed = feed
 

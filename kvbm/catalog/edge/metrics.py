@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from heapq import nlargest
 
+from kvbm.catalog.follow.archive import STREAM_PART
+from kvbm.catalog.follow.usage_totals import SHOWN_TENANTS
 from kvbm.catalog.members.liveness import LifeState
 from kvbm.catalog.put_bytes import Sizes, put_by_instance, put_by_namespace
 from kvbm.catalog.service import CatalogService
@@ -51,8 +53,11 @@ def _checkpointed(at: CatalogService) -> int:
 
 
 def _degraded_parts(at: CatalogService) -> Labelled:
-    """An instance that is ignored, and a task that has ended, count as one of them, whatever its name."""
+    """An instance that is ignored, and a task that has ended, count as one of them, whatever its name. An archive that
+    reads nothing lacks NATS, and its folder is well.
+    """
     named = ("instances" if one.startswith("instance ") else one for one in at.degraded.parts())
+    named = ("NATS" if one == STREAM_PART else one for one in named)
     broken = {one if one in DEGRADED_PARTS else "tasks" for one in named}
     return {(part,): float(part in broken) for part in DEGRADED_PARTS}
 
@@ -145,6 +150,19 @@ def _states(at: CatalogService) -> Labelled:
     """Of all that `/v1/instances` shows."""
     counts = Counter(one.value for one in at.heartbeats.liveness.states())
     return {(state.value,): counts.get(state.value, 0) for state in LifeState}
+
+
+def _used(first: int) -> Callable[[CatalogService], Labelled]:
+    """By tenant and tier: the numbers of an entry from one on."""
+    return lambda at: {
+        (tenant, tier.name): sums[first + tier]
+        for tenant, sums in at.sequencer.usage.largest().items()
+        for tier in Tier
+    }
+
+
+def _saved(number: int, unit: float = 1) -> Callable[[CatalogService], Labelled]:
+    return lambda at: {(tenant,): sums[number] / unit for tenant, sums in at.sequencer.usage.largest().items()}
 
 
 ROWS: tuple[MetricRow[CatalogService], ...] = (
@@ -537,5 +555,35 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
         "Blocks whose bytes an instance found wrong where they lie, on their way to a reader or when one said so.",
         _lent(lambda lent: lent.corrupt_blocks),
         ("instance",),
+    ),
+    MetricRow(
+        "usage_byte_seconds",
+        COUNTER,
+        f"Bytes that tenants held in a tier, times seconds, as instances have recorded it; of the {SHOWN_TENANTS} "
+        "tenants with the most, since this catalog began. 3600 are a byte-hour.",
+        _used(0),
+        ("tenant", "tier"),
+    ),
+    MetricRow(
+        "usage_put_blocks",
+        COUNTER,
+        "Blocks of these tenants that were created in a tier, or offloaded to it.",
+        _used(4),
+        ("tenant", "tier"),
+    ),
+    MetricRow(
+        "usage_read_blocks",
+        COUNTER,
+        "Blocks that requests of these tenants got instead of computing them, by the tier they were in.",
+        _used(8),
+        ("tenant", "tier"),
+    ),
+    MetricRow("usage_saved_tokens", COUNTER, "Tokens of prompts in those blocks.", _saved(12), ("tenant",)),
+    MetricRow(
+        "usage_saved_gpu_seconds",
+        COUNTER,
+        "Seconds of an engine that computing them would have taken, at the rate it had measured then.",
+        _saved(14, 1e6),
+        ("tenant",),
     ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -100,14 +101,8 @@ class PromptAnswers:
             asked: its hashes and tokens are not looked at.
             trace: the question's `traceparent`; "" for none.
         """
-        if self._tracing is None:
+        with self._traced(type(asked), trace, caller, namespace, hashes):
             return self._lookup(caller, asked, namespace, hashes)
-        span = self._begin_span(self._tracing, type(asked), trace, caller, namespace, [hashes])
-        begin_s = time.perf_counter()
-        try:
-            return self._lookup(caller, asked, namespace, hashes)
-        finally:
-            span.end({"index_s": round(time.perf_counter() - begin_s, 6)})
 
     def _lookup(self, caller: Caller, asked: LookupRequest, namespace: Namespace | NamespaceId, hashes: bytes) -> bytes:
         begin_s, queries = time.perf_counter(), self._service.queries
@@ -135,14 +130,8 @@ class PromptAnswers:
         Args:
             key: of the caller, whose routes are remembered together.
         """
-        if self._tracing is None:
+        with self._traced(RouteRequest, trace, caller, namespace, hashes):
             return self._route(caller, key, asked, namespace, hashes)
-        span = self._begin_span(self._tracing, RouteRequest, trace, caller, namespace, [hashes])
-        begin_s = time.perf_counter()
-        try:
-            return self._route(caller, key, asked, namespace, hashes)
-        finally:
-            span.end({"index_s": round(time.perf_counter() - begin_s, 6)})
 
     def _route(
         self, caller: Caller, key: str, asked: RouteRequest, namespace: Namespace | NamespaceId, hashes: bytes
@@ -217,7 +206,27 @@ class PromptAnswers:
             "prompts": len(prompts),
             "blocks": sum(map(len, prompts)) // HASH_BYTES,
         }
-        return tracing.begin_answer(f"kvbm.catalog.{_NAMES[_KINDS[kind]]}", trace, values)
+        return tracing.begin_answer(f"kvbm.catalog.{_NAMES[_KINDS[kind]]}", trace, values, caller.sees_all)
+
+    @contextmanager
+    def _traced(
+        self,
+        kind: type[LookupRequest],
+        trace: str,
+        caller: Caller,
+        namespace: Namespace | NamespaceId,
+        hashes: bytes,
+    ) -> Iterator[None]:
+        """Within, one prompt is answered: a span of that, where traces are made."""
+        if self._tracing is None:
+            yield
+            return
+        span = self._begin_span(self._tracing, kind, trace, caller, namespace, [hashes])
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            span.end({"index_s": round(time.perf_counter() - begin_s, 6)})
 
     def _found(self, asked: PromptBatch, caller: Caller) -> Iterator[bytes]:
         queries = self._service.queries

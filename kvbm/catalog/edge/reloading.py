@@ -37,7 +37,8 @@ _TAKEN = frozenset(
     }
 )
 _BY_KIND = frozenset({"catalog.access", "catalog.tls_cert", "catalog.tls_key", "catalog.tls_client_ca"})
-_NOT_TAKEN = frozenset({"catalog.limits.watch_bytes"})
+_AT_A_START = ("watch_bytes", "history_bytes", "history_keeper_bytes", "history_processes", "history_waiting")
+_NOT_TAKEN = frozenset(f"catalog.limits.{one}" for one in _AT_A_START)
 
 
 def takes(key: str) -> bool:
@@ -139,6 +140,8 @@ def commit(parts: ServedParts, new: _Prepared) -> tuple[str, ...]:
         parts.limits.change(limits)
         parts.connections.change(limits, new.sockets)
         parts.service.watches.change(limits)
+        if parts.service.past is not None:
+            parts.service.past.limits = limits
         parts.config.timeout_keep_alive = max(1, round(limits.idle_s))
     before = parts.service.settings
     parts.service.settings = msgspec.structs.replace(

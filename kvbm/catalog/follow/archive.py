@@ -26,6 +26,7 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from kvbm.catalog.degraded import Degraded
+from kvbm.catalog.follow.sampled_hits import SampledHits
 from kvbm.catalog.threads import run_in
 from kvbm.core.errors import CatalogError, StreamError
 from kvbm.core.parts import ALL_PARTS, part_of
@@ -41,6 +42,7 @@ log = SafeLog()
 FILE_BYTES = 64 << 20
 SYNC_BYTES = 16 << 20  # POSITION is moved on at least after so much
 SYNC_EVERY_S = 1.0
+STREAM_PART = "archive stream"  # as a degraded part: the archive does not get what it should write
 RETRY_S = 1.0
 SAMPLES_EVERY_S = 1.0
 SAMPLES_WAITING = 10_000
@@ -270,29 +272,7 @@ class ArchiveFiles:
         return position
 
     def _read_position(self) -> ArchivePosition | None:
-        try:
-            body, _, checksum = read_small(self._folder / _POSITION, _POSITION_BYTES).rstrip(b"\n").rpartition(b"\n")
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            if error.errno != errno.EFBIG:
-                raise
-            return None  # damaged, as one with a flipped byte
-        try:
-            if checksum != b"%08x" % zlib.crc32(body):
-                return None
-            version = msgspec.json.decode(body, type=_Versioned).version
-            if version > VERSION:
-                raise CatalogError(
-                    f"the archive {self._folder} is of a newer kvbm, version {version}; this one writes version "
-                    f"{VERSION}: upgrade"
-                    " it, or give --archive another folder"
-                )
-            position = msgspec.json.decode(body, type=ArchivePosition)
-            is_ours = not position.file or (position.file.endswith(FRAMES) and "/" not in position.file)
-            return position if is_ours else None
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            return None
+        return _read_position(self._folder)
 
     def _put_position(self) -> None:
         body = msgspec.json.encode(self.position)
@@ -351,6 +331,44 @@ class ArchiveFiles:
         return CatalogError(f"the archive {self._folder} takes nothing more ({error.strerror}); it goes on when it can")
 
 
+def settled_end(folder: Path) -> tuple[str, int] | None:
+    """The file of an archive up to which all is written for good, and how many bytes of it; None where it does not say.
+
+    What lies behind may be cut off and written again.
+    """
+    try:
+        position = _read_position(folder)
+    except (OSError, CatalogError):
+        return None
+    return (position.file, position.bytes) if position is not None and position.file else None
+
+
+def _read_position(folder: Path) -> ArchivePosition | None:
+    """None: there is none, or it is damaged. Raises OSError. CatalogError: it is of a newer kvbm."""
+    try:
+        body, _, checksum = read_small(folder / _POSITION, _POSITION_BYTES).rstrip(b"\n").rpartition(b"\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        return None  # damaged, as one with a flipped byte
+    try:
+        if checksum != b"%08x" % zlib.crc32(body):
+            return None
+        version = msgspec.json.decode(body, type=_Versioned).version
+        if version > VERSION:
+            raise CatalogError(
+                f"the archive {folder} is of a newer kvbm, version {version}; this one writes version {VERSION}: "
+                "upgrade it, or give --archive another folder"
+            )
+        position = msgspec.json.decode(body, type=ArchivePosition)
+        is_ours = not position.file or (position.file.endswith(FRAMES) and "/" not in position.file)
+        return position if is_ours else None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
 def _write_all(file: int, data: bytes) -> None:
     """All of it, however little the device takes at once: one that fills up takes a part first. Raises OSError."""
     view = memoryview(data)
@@ -385,6 +403,7 @@ class Archive:
     ) -> None:
         self.samples = 0
         self.samples_lost = 0
+        self.hits = SampledHits()
         self._folder, self._stream, self._degraded = folder, stream, degraded
         self._cluster, self._parts = cluster, parts
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kvbm-archive")
@@ -406,7 +425,10 @@ class Archive:
         while True:
             try:
                 await self._follow(await self._open())
-            except (StreamError, CatalogError) as error:
+            except StreamError as error:  # no fault of the folder
+                self._degraded.note(STREAM_PART, str(error))
+                await asyncio.sleep(RETRY_S)
+            except CatalogError as error:
                 self._degraded.note("archive", str(error))
                 await asyncio.sleep(RETRY_S)
 
@@ -434,6 +456,7 @@ class Archive:
             async for sample in self._stream.watch_samples(self._cluster):
                 if part_of(sample.instance) not in self._parts:
                     continue
+                self.hits.hear(sample)
                 if len(waiting) < SAMPLES_WAITING:
                     waiting.append(sample)
                 else:
@@ -478,6 +501,7 @@ class Archive:
                     await self._insist(files.sync)
                     synced_s = time.monotonic()
                 self._degraded.clear("archive")
+                self._degraded.clear(STREAM_PART)
                 if not files.position.created:
                     return  # another store: ask what it is
         finally:

@@ -271,6 +271,7 @@ class HeartbeatFollower:
 
     def _find_behind(self) -> None:
         now_s, before = time.monotonic(), self.backlog.behind
+        left_out: set[InstanceId] = set()
         for instance in self.backlog.judge(now_s, self._sequencer.position):
             why = self.liveness.why(instance)
             is_left_out = why is not None or not self._sequencer.position(instance).epoch
@@ -279,8 +280,9 @@ class HeartbeatFollower:
             has_stopped = why is ExcludedWhy.STOPPED  # its last heartbeat may come after its stop
             if is_dead or has_stopped or self._sequencer.unreadable(instance) is not None:
                 self.backlog.leave_out(instance)
+                left_out.add(instance)
         behind = self.backlog.behind
         for instance in sorted(behind - before):
             log.warning("instance.behind", instance=instance, why=self.delays(instance)[0])
-        for instance in sorted(before - behind):
+        for instance in sorted(before - behind - left_out):
             log.info("instance.caught_up", instance=instance)

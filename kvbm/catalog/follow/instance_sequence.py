@@ -46,6 +46,7 @@ from kvbm.catalog.sql.rows import (
 from kvbm.core.codec import VERSION, ScannedFrame
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
+from kvbm.core.usage import UsageEntry, entries_of
 from kvbm.safe_log import RateLimitedLog
 from kvbm.streams.base import (
     ORIGIN,
@@ -173,7 +174,8 @@ class Changes:
         gaps: found in this step.
         renumbered: sequences began anew: the stream's store was replaced.
         changed: instances whose rows changed, and the sequence of the last message that changed them.
-        epochs, namespaces, claims: rows that are given out once, each with the sequence of the message they come from.
+        epochs, namespaces, claims, usages: rows that are given out once, each with the sequence of the message they
+            come from.
         lacks_claims: events were passed over, and no snapshot lists claims again.
         newest_wall_ns: wall time of the newest frame; 0 when none was applied.
         at: sequence of the message being read; AFTER_MESSAGES behind the last.
@@ -188,6 +190,7 @@ class Changes:
         self.epochs: list[tuple[int, EpochRow]] = []
         self.namespaces: list[tuple[int, NamespaceRow]] = []
         self.claims: list[tuple[int, ClaimRun]] = []
+        self.usages: list[tuple[int, UsageEntry]] = []
         self.lacks_claims = False
         self.newest_wall_ns = 0
         self.at = AFTER_MESSAGES
@@ -643,6 +646,9 @@ class InstanceSequence:
             )
         for claims in applied.claims:
             self.note_claims(claims, frame.wall_time_ns, changes)
+        for number, usage in applied.usages:
+            offset = Offset(frame.first_offset + number)
+            changes.usages += [(changes.at, entry) for entry in entries_of(self._id, frame.epoch, offset, usage)]
 
     def note_claims(self, claims: Claims, wall_time_ns: int, changes: Changes) -> None:
         """A frame of that time had claims."""

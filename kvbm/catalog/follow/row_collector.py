@@ -11,9 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from kvbm.catalog.follow.instance_sequence import Changes
 from kvbm.catalog.sql.rows import ClaimRun, EpochRow, InstanceRows, NamespaceRow, StoreBatch
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
+from kvbm.core.usage import UsageEntry
 from kvbm.streams.base import Mark
 
 _ROW_BYTES = 200  # what one gathered row takes, about
+_USAGE_BYTES = 1000  # and one of usage, with its numbers
 
 
 class RowCollector:
@@ -35,6 +37,7 @@ class RowCollector:
         self._epochs: list[EpochRow] = []
         self._namespaces: dict[NamespaceId, NamespaceRow] = {}  # of each the first that was gathered
         self._claims: list[ClaimRun] = []
+        self._usages: list[UsageEntry] = []
         self._claims_bytes = 0
         self._has_extra_rows, self._extra_claims = False, 0  # as in `StoreBatch`
         self._watched: list[ClaimRun] | None = None
@@ -55,6 +58,7 @@ class RowCollector:
         claims = [run for at, run in changes.claims if at > after]
         self._claims += claims
         self._claims_bytes += sum(len(run.hashes) for run in claims)
+        self._usages += [entry for at, entry in changes.usages if at > after]
 
     def renumber(self, stream: str, stored: int) -> None:
         """Go on in a stream whose sequences began anew, under another name in SQL."""
@@ -115,6 +119,7 @@ class RowCollector:
         self.may_lack_claims |= other.may_lack_claims
         self._changed |= other._changed & followed
         self._epochs += other._epochs
+        self._usages += other._usages
         self._gather(other._namespaces.values())
         self._has_extra_rows |= other._has_extra_rows
         self._extra_claims += other._extra_claims if not self._claims else 0
@@ -145,6 +150,7 @@ class RowCollector:
             epochs=(*self._epochs, *(row.epoch for row in changed)),
             namespaces=tuple(self._namespaces.values()),
             claims=tuple(self._claims),
+            usages=tuple(self._usages),
             positions=tuple(row.position for row in changed),
             has_extra_rows=self._has_extra_rows,
             extra_claims=self._extra_claims,
@@ -157,7 +163,8 @@ class RowCollector:
     @property
     def waiting_bytes(self) -> int:
         """What the rows that were gathered and not taken weigh, about."""
-        return self._claims_bytes + _ROW_BYTES * (len(self._epochs) + len(self._namespaces) + len(self._claims))
+        rows = len(self._epochs) + len(self._namespaces) + len(self._claims)
+        return self._claims_bytes + _ROW_BYTES * rows + _USAGE_BYTES * len(self._usages)
 
     def waiting_claims(self) -> list[ClaimRun]:
         """Claims that were gathered and not given out."""
@@ -179,5 +186,6 @@ class RowCollector:
 
     def _forget(self) -> None:
         self._changed, self._epochs, self._namespaces, self._claims = set(), [], {}, []
+        self._usages = []
         self._claims_bytes = self._extra_claims = 0
         self._has_extra_rows = False

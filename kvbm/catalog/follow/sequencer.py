@@ -33,6 +33,7 @@ from kvbm.catalog.follow.instance_sequence import (
 )
 from kvbm.catalog.follow.known_namespaces import KnownNamespaces
 from kvbm.catalog.follow.suspicions import Suspicions
+from kvbm.catalog.follow.usage_totals import UsageTotals
 from kvbm.catalog.index.cluster_index import ClusterIndex, PlainApplied, StreamPlace
 from kvbm.catalog.index.plain_frames import RUN_BYTES, PlainRun
 from kvbm.catalog.sql.rows import ForgottenRow, InstancePosition, InstanceRow, InstanceRows
@@ -68,6 +69,7 @@ class Sequencer:
 
     Attributes:
         newest_wall_ns: wall time of the newest frame that was applied. known_namespaces: whose fields are known.
+        usage: what tenants have used, as far as was read here.
         on_run: told each run of plain frames that was applied, before what follows from it.
     """
 
@@ -82,6 +84,7 @@ class Sequencer:
         self.index = index
         self.counters = SequenceCounters()
         self.suspicions = Suspicions()
+        self.usage = UsageTotals()
         self.newest_wall_ns = 0
         self.on_run: Callable[[Sequence[StreamMessage], PlainRun, PlainApplied], None] | None = None
         self._scan_frames = scan_frames
@@ -470,6 +473,7 @@ class Sequencer:
         """Take over what a step has found."""
         self.newest_wall_ns = max(self.newest_wall_ns, changes.newest_wall_ns)
         self.known_namespaces.take(changes, self.counters)
+        self.usage.take(entry for _, entry in changes.usages)
 
 
 def _plain_run(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvbm.core.events import InstanceStarted, PoolStated, StopReason
+from kvbm.core.events import InstanceStarted, PoolStated, StopReason, UsageRecorded
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
 
 if TYPE_CHECKING:
@@ -167,6 +167,7 @@ class Applied(NamedTuple):
         events, blocks: how many were applied; a block counts once for each event that names it.
         started: the start in it, if any. stopped: why the instance ended in it, if it did.
         claims: in event order.
+        usages: what tenants have used, in event order, each with its number in the frame.
     """
 
     events: int
@@ -174,6 +175,7 @@ class Applied(NamedTuple):
     started: InstanceStarted | None
     stopped: StopReason | None
     claims: list[Claims]
+    usages: list[tuple[int, UsageRecorded]]
 
 
 class StreamPlace(NamedTuple):

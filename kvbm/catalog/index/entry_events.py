@@ -20,6 +20,7 @@ from kvbm.core.events import (
     InstanceStarted,
     InstanceStopped,
     ResidenciesListed,
+    RunEvent,
     SnapshotEnded,
 )
 from kvbm.core.ids import HASH_BYTES, InstanceId, NamespaceId, Tier
@@ -120,7 +121,7 @@ class EntryReader:
         if isinstance(event, ResidenciesListed):
             known = self._enter(instance, event.tier, event.snapshot)
             self._open[instance, event.tier] = known._replace(listed=known.listed + len(event.hashes) // HASH_BYTES)
-        if isinstance(event, InstanceStarted | InstanceStopped | SnapshotEnded) or not self.may_see(event.namespace):
+        if not isinstance(event, RunEvent) or not self.may_see(event.namespace):
             return
         namespace, hashes = event.namespace.hex(), event.hashes.hex()
         match event:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 from kvbm.catalog.index.cluster_index import ClusterIndex, PlaceReached, PlainApplied, PlainClaims, StreamPlace
 from kvbm.core.codec import decode_frame
 from kvbm.core.errors import FrameError, LayoutError
-from kvbm.core.events import InstanceStarted, InstanceStopped
+from kvbm.core.events import InstanceStarted, InstanceStopped, UsageRecorded
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.safe_log import SafeLog
 
@@ -195,7 +195,7 @@ def _plain_frames(data: bytes, instance: InstanceId, epoch: Epoch, offset: Offse
             return None
         if (frame.instance, frame.epoch, frame.first_offset) != (instance, epoch, offset):
             return None
-        if any(isinstance(event, InstanceStarted | InstanceStopped) for event in frame.events):
+        if any(isinstance(event, InstanceStarted | InstanceStopped | UsageRecorded) for event in frame.events):
             return None
         found.append((_Span(at, end), frame))
         at, offset = end, Offset(offset + len(frame.events))

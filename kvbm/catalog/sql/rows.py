@@ -12,6 +12,7 @@ import msgspec
 
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
+from kvbm.core.usage import UsageEntry
 
 
 class InstanceStatus(Enum):
@@ -142,6 +143,7 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
         stream_sequence: the position after the batch, above `previous`.
         fingerprint: of the message there, as in `Mark`; None: not known.
         instances, epochs, namespaces, positions: rows as they are now; one a key is enough, of several the last counts.
+        usages: what tenants have used; what is stored already stays.
         claims: in stream order, for a block may be claimed and withdrawn in one batch.
         has_extra_rows: there are rows that come from no message after `previous`. extra_claims: so many of the claims,
             the first. Another catalog that has stored the same messages has not stored these.
@@ -157,6 +159,7 @@ class StoreBatch(msgspec.Struct, frozen=True, kw_only=True):
     epochs: tuple[EpochRow, ...] = ()
     namespaces: tuple[NamespaceRow, ...] = ()
     claims: tuple[ClaimRun, ...] = ()
+    usages: tuple[UsageEntry, ...] = ()
     positions: tuple[InstancePosition, ...] = ()
     has_extra_rows: bool = False
     extra_claims: int = 0

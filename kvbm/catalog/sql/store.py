@@ -56,7 +56,9 @@ from kvbm.catalog.sql.rows import (
     NamespaceRow,
     StoreBatch,
 )
+from kvbm.catalog.sql.usage import UsagePage, UsageWanted, delete_before, read_gaps, read_page, usage_values
 from kvbm.catalog.threads import in_thread
+from kvbm.core.usage import UsageGap
 from kvbm.safe_log import RateLimitedLog, SafeLog
 from kvbm.streams.base import START, Mark
 
@@ -205,6 +207,10 @@ class SqlStore:
                 ("epochs", _last(epochs, "instance", "epoch")),
                 ("namespaces", _last(namespaces, "id")),
                 ("instance_positions", _last(positions, "instance")),
+                (
+                    "usage",
+                    _last(map(usage_values, batch.usages), "instance", "epoch", "event_offset", "tenant", "since_ms"),
+                ),
             ):
                 if refused is None:
                     await self._upsert(connection, table, rows)
@@ -482,6 +488,24 @@ class SqlStore:
         rows = await self._read(select(table).where(table.c.quota_bytes.is_not(None)))
         return {row["name"]: int(row["quota_bytes"]) for row in rows}
 
+    async def usage(self, wanted: UsageWanted) -> UsagePage:
+        """What tenants have used: the first hours of what is wanted."""
+        with database_errors(f"{self._where} does not answer"):
+            async with self._engine.connect() as connection:
+                return await read_page(connection, wanted)
+
+    async def usage_gaps(self, wanted: UsageWanted) -> list[UsageGap]:
+        """Of what times instances have recorded no usage."""
+        with database_errors(f"{self._where} does not answer"):
+            async with self._engine.connect() as connection:
+                return await read_gaps(connection, wanted)
+
+    async def forget_usage(self, before_ms: int) -> int:
+        """Remove some of what was used before a time; how many rows, 0 once there are none."""
+        with database_errors(f"{self._where} does not answer"):
+            async with self._engine.begin() as connection:
+                return await delete_before(connection, before_ms)
+
     async def _read(self, statement: Executable) -> list[dict[str, Any]]:
         with database_errors(f"{self._where} does not answer"):
             async with self._engine.connect() as connection:
@@ -633,6 +657,7 @@ def _upserts(is_sqlite: bool) -> dict[str, Executable]:
             where=or_(epoch_insert.excluded.next_offset >= epoch.c.next_offset, is_other_life(epoch_insert, epoch)),
         ),
         "namespaces": into(tables.namespaces).on_conflict_do_nothing(),
+        "usage": into(tables.usage).on_conflict_do_nothing(),
         "instance_positions": position_insert.on_conflict_do_update(
             **position_changes, where=or_(newer, is_other_life(position_insert, position))
         ),

@@ -28,6 +28,7 @@ from sqlalchemy import (
 
 VERSION_TABLE = "kvbm_schema"
 LARGEST_COUNT = (1 << 63) - 1
+_TIERS = ("hbm", "host", "nvme", "object")
 
 
 def stored_words(text: str) -> str:
@@ -180,6 +181,28 @@ absences = Table(
     Column("instance", Words, primary_key=True),
     Column("unheard_s", Count, nullable=False),  # seconds in which a catalog listened and did not hear it
     Column("sequence", Count, nullable=False),  # of its last message
+)
+
+USAGE_NUMBERS = (
+    *(f"{tier}_{what}" for what in ("byte_seconds", "put_blocks", "read_blocks") for tier in _TIERS),
+    "saved_tokens",
+    "unrated_tokens",
+    "saved_gpu_us",
+)
+
+# What tenants have used of an instance in a stretch of time, which lies in one clock hour. A tenant without a name that
+# has used nothing stands for a stretch in which nobody has.
+usage = Table(
+    "usage",
+    metadata,
+    Column("instance", Words, primary_key=True),
+    Column("epoch", Count, primary_key=True, autoincrement=False),
+    Column("event_offset", Count, primary_key=True, autoincrement=False),  # of its event in the epoch
+    Column("tenant", Words, primary_key=True),
+    Column("since_ms", Count, primary_key=True, autoincrement=False, index=True),  # Unix time in milliseconds
+    Column("until_ms", Count, nullable=False),
+    Column("is_last", Boolean, nullable=False),  # the instance stopped cleanly then
+    *(Column(name, Count, nullable=False) for name in USAGE_NUMBERS),
 )
 
 forgotten = Table(

@@ -294,6 +294,8 @@ class Loads:
         for tier, count in hits.items():
             self._counters.hit_blocks[tier] += count
         self._counters.missed_blocks += len(hashes) // HASH_BYTES - depth
+        if depth and self._stream.usage is not None:
+            self._stream.usage.read_locked(namespace, hits)
         if depth:
             used = hashes[: depth * HASH_BYTES]
             self._offloader.offer(namespace, Tier.HBM, used, 2, NO_PARENT, 0)

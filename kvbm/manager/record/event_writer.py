@@ -159,8 +159,14 @@ class EventWriter:
             self._keeps_fail = True
         else:
             self._keeps_fail = False
-        wakes = (look_s, self._write_due(now_s, runs))
+        wakes = (look_s, self._write_due(now_s, runs), self._usage_due(now_s))
         return min((at_s for at_s in wakes if at_s is not None), default=None)
+
+    def _usage_due(self, now_s: float) -> float | None:
+        if now_s < self._retry_s:
+            return None  # until then nothing is taken, so no period ends either
+        due_in_s = self._stream.usage_due_in_s()
+        return None if due_in_s is None else now_s + due_in_s
 
     def _write_due(self, now_s: float, runs: int) -> float | None:
         published = self._port.published
@@ -282,6 +288,7 @@ class EventWriter:
             if restarted is None:
                 return done
             snapshot_end = restarted
+        self._stream.record_usage_of(self._unwritten)
         self._unwritten.clear()
         self._offsets.begin_epoch(epoch, snapshot_end)
         self._broke, self._asked_epoch = False, ""

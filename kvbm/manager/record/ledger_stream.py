@@ -8,15 +8,16 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from kvbm.core.backend import LedgerProtocol, LockProtocol
-from kvbm.core.codec import FrameBytes
+from kvbm.core.codec import USAGE_VERSION, FrameBytes, decode_frame
 from kvbm.core.errors import LedgerError
-from kvbm.core.events import MAX_RUN_BLOCKS
+from kvbm.core.events import MAX_RUN_BLOCKS, UsageRecorded
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.manager.record.snapshot_policy import Began, Dropped, Ended, Input
+from kvbm.manager.record.usage_account import UsageAccount
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import Position
 
@@ -24,6 +25,8 @@ log = SafeLog()
 
 _EXPIRE_S = 1.0  # how often kept blocks are looked through for those whose time is over
 _NEVER = float("-inf")
+_VERSION_AT = slice(4, 6)  # of a frame
+_USAGES_A_TURN = 4  # recorded at once, of those that had to wait: they must not fill the room for events
 
 
 class CompletedSnapshot(NamedTuple):
@@ -39,6 +42,7 @@ class LedgerStream:
     Args:
         ledger: started.
         lock: a `threading.Lock`, or what does the same; None makes one.
+        usage: as the attribute.
 
     Attributes:
         lock: held around every call of the ledger, by whoever calls it, also by threads that know nothing of Python.
@@ -46,6 +50,7 @@ class LedgerStream:
         wake: set when the event writer has something to do.
         closing: no copy begins any more. Written under the lock.
         ended: the stream has ended for good. Written under the lock.
+        usage: what tenants use of the instance; None: it is not recorded.
     """
 
     def __init__(
@@ -54,12 +59,17 @@ class LedgerStream:
         ledger: LedgerProtocol,
         wall_clock_ns: Callable[[], int],
         lock: LockProtocol | None = None,
+        usage: UsageAccount | None = None,
     ) -> None:
         self.instance, self.ledger = instance, ledger
         self.lock: LockProtocol = lock or threading.Lock()
         self.wake = threading.Event()
         self.closing = self.ended = False
+        self.usage = usage
         self._wall_clock_ns = wall_clock_ns
+        self._taking = threading.Lock()  # before `lock`: frames are taken and metered in the order of their events
+        self._taken: list[FrameBytes] = []  # by `end`, for the event writer
+        self._usages: list[UsageRecorded] = []  # that wait in the ledger
         self._inherited_by = 0  # the forked child this is in
         self._expire_at_s = 0.0
         self._kept_until_s = _NEVER
@@ -135,9 +145,46 @@ class LedgerStream:
 
     def take(self) -> list[FrameBytes]:
         """The events that wait, as frames."""
-        now_ns = self._wall_clock_ns()
+        with self._taking:
+            now_ns = self._wall_clock_ns()
+            with self.lock:
+                frames = self.ledger.take_frames(self.instance, now_ns)
+                self._usages = []
+                reads = self.usage.take_reads_locked(now_ns // 1_000_000) if self.usage is not None else {}
+            if self.usage is not None and not self.ended:
+                self.usage.take(frames, reads, now_ns // 1_000_000)
+                self._record_usage()
+            before, self._taken = self._taken, []
+            return before + frames
+
+    def _record_usage(self) -> None:
+        """Record what tenants have used, once the stream goes on."""
+        assert self.usage is not None
         with self.lock:
-            return self.ledger.take_frames(self.instance, now_ns)
+            if self.ledger.stopped:
+                return
+            events, recorded = self.usage.take_events(), 0
+            for event in events[:_USAGES_A_TURN]:
+                self.ledger.record_usage(event)
+                if self.ledger.overflowed:
+                    break  # it is in no frame
+                recorded += 1
+            self._usages = events[:recorded]
+            self.usage.put_back(events[recorded:])
+            if events:
+                self.wake.set()
+
+    def usage_due_in_s(self) -> float | None:
+        """In how many seconds usage is to be recorded; None: it is not."""
+        if self.usage is None or self.ended:
+            return None
+        return self.usage.due_in_s(self._wall_clock_ns() // 1_000_000)
+
+    def erase_usage(self, number: int, is_meant: Callable[[str], bool]) -> None:
+        """What tenants that an erasure means have used until now is recorded no more."""
+        with self.lock:
+            if self.usage is not None:
+                self.usage.erase_locked(number, is_meant, self._wall_clock_ns() // 1_000_000)
 
     def restart(self, epoch: Epoch) -> Offset | None:
         """Begin another epoch in place; events that still wait are given up, since its first snapshot says what they
@@ -150,11 +197,29 @@ class LedgerStream:
                 return None
             self.ledger.take_frames(self.instance, 0)
             after = self.ledger.restart(epoch)
+            if self.usage is not None:
+                self.usage.put_back(self._usages)
+                self._usages = []
             if self._began is not None:
                 self._happened.append(Dropped())
                 self._began = None
             self._note_epoch(after)
             return after
+
+    def record_usage_of(self, frames: Iterable[FrameBytes]) -> None:
+        """Frames of epochs before are given up, and nobody has read them: what they say of usage is recorded anew."""
+        usage = self.usage
+        if usage is None:
+            return
+        given_up = [
+            event
+            for frame in frames
+            if int.from_bytes(frame.data[_VERSION_AT], "little") >= USAGE_VERSION
+            for event in decode_frame(frame.data)[0].events
+            if isinstance(event, UsageRecorded)
+        ]
+        with self.lock:
+            usage.put_back(given_up)
 
     def expected_snapshot_end(self) -> Offset:
         """About where the first snapshot of an epoch that began now would end."""
@@ -220,11 +285,24 @@ class LedgerStream:
             self.closing = True
 
     def end(self) -> None:
-        """End the stream for good. Idempotent."""
-        with self.lock:
+        """End the stream for good, with what tenants have used until now. Idempotent."""
+        with self._taking, self.lock:
             if not self.ended:
                 self.ended = True
-                self.ledger.stop()
+                try:
+                    if self.usage is not None and not self.ledger.stopped:
+                        self._record_last_usage_locked(self.usage)
+                finally:  # a signal's handler may raise anywhere, and nobody ends it once more
+                    self.ledger.stop()
+
+    def _record_last_usage_locked(self, usage: UsageAccount) -> None:
+        now_ns = self._wall_clock_ns()
+        frames = self.ledger.take_frames(self.instance, now_ns)
+        self._taken += frames
+        reads = usage.take_reads_locked(now_ns // 1_000_000, is_last=True)
+        usage.take(frames, reads, now_ns // 1_000_000, is_last=True)
+        for event in usage.take_events():
+            self.ledger.record_usage(event)
 
     def disown(self) -> None:
         """This process is a forked child: the lock opens, since whoever had it may not be here to give it back.

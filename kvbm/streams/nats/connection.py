@@ -268,13 +268,13 @@ class NatsConnection:
         """
         urls = [server.url for server in servers_of(self.url)]
         connecting = asyncio.ensure_future(
-            self.client.connect(
+            self._tried(
                 urls,
                 name="kvbm",
                 allow_reconnect=False,
                 max_reconnect_attempts=1,  # of the first connection: nats-py repeats it regardless
-                reconnect_time_wait=0.02,  # type: ignore[arg-type]
-                connect_timeout=timeout_s / len(urls),  # type: ignore[arg-type]
+                reconnect_time_wait=0.02,
+                connect_timeout=timeout_s / len(urls),
                 ping_interval=5,
                 max_outstanding_pings=2,
                 pending_size=0,  # buffer nothing while disconnected
@@ -284,13 +284,23 @@ class NatsConnection:
             )
         )
         try:
-            await asyncio.shield(connecting)
+            trouble = await asyncio.shield(connecting)
         except BaseException:
             connecting.cancel()
             await asyncio.wait([connecting], timeout=CLOSE_WAIT_S)
-            if connecting.done() and not connecting.cancelled():
-                connecting.exception()  # it is said by now, or of no use
             raise
+        if trouble is not None:
+            raise trouble
+
+    async def _tried(self, urls: list[str], **options: Any) -> Exception | None:
+        """What went wrong, as a value: nobody may wait for it any more, and asyncio writes of each exception of a task
+        that nobody takes.
+        """
+        try:
+            await self.client.connect(urls, **options)
+        except Exception as error:  # noqa: BLE001 - raised by who waits
+            return error
+        return None
 
     @property
     def is_open(self) -> bool:

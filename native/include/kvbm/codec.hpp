@@ -15,7 +15,7 @@
 
 namespace kvbm {
 
-inline constexpr std::uint16_t kFrameVersion = 2;  // the newest that is read; the lowest that suffices is written
+inline constexpr std::uint16_t kFrameVersion = 3;  // the newest that is read; the lowest that suffices is written
 inline constexpr std::size_t kMaxFrameBytes = std::size_t{1} << 26;  // a length beyond this is damage, not a frame
 inline constexpr std::size_t kMaxFrameNamespaces = 255;
 inline constexpr std::size_t kFrameHeaderBytes = 48;   // before the instance's name
@@ -69,6 +69,7 @@ class FrameReader {
   void read(ResidenciesListed& event);
   void read(SnapshotEnded& event);
   void read(InstanceStopped& event);
+  void read(UsageRecorded& event);
   void finish();
 
   Bytes data_;                         // the caller's buffer

@@ -101,8 +101,15 @@ struct InstanceStopped {
   StopReason reason;  // why
 };
 
+// What tenants have used in a stretch of time.
+struct UsageRecorded {
+  Bytes report;  // as kvbm/core/codec.py draws it, from its flags on; proven good where it was read from a frame
+};
+inline constexpr std::size_t kUsageFieldBytes = 51;    // of a report, before its rows
+inline constexpr std::size_t kUsageNumberBytes = 120;  // of a row, behind the tenant's name
+
 using Event = std::variant<InstanceStarted, BlocksCreated, BlocksMigrated, BlocksEvicted, ResidenciesListed,
-                           SnapshotEnded, InstanceStopped>;
+                           SnapshotEnded, InstanceStopped, UsageRecorded>;
 inline constexpr std::size_t kEvicted = 3;  // number of BlocksEvicted in Event
 static_assert(std::is_same_v<std::variant_alternative_t<kEvicted, Event>, BlocksEvicted>);
 

@@ -90,6 +90,9 @@ class Fold {
   void apply(const InstanceStopped&, std::uint32_t, Where&&, Listener&) {
     stopped_ = true;
   }
+  // It changes nothing that is held.
+  template <Legality kLegality, class Where, class Listener>
+  void apply(const UsageRecorded&, std::uint32_t, Where&&, Listener&) {}
   // Says that events were missed: every tier is suspect until a completed snapshot begins and ends from here on.
   void miss_events() noexcept;
 
@@ -104,6 +107,7 @@ class Fold {
   void check(const ResidenciesListed& event);
   void check(const SnapshotEnded& event) const;
   void check(const InstanceStopped&) const {}
+  void check(const UsageRecorded&) const {}
   // Any event but a start, by its number in Event: the epoch has begun and not stopped.
   void check_open(std::size_t event) const {
     if (epoch_.is_zero() || stopped_) [[unlikely]] {
@@ -115,10 +119,6 @@ class Fold {
   void check_source(const BlocksMigrated& event);
 
  protected:
-  // Forgets what was computed for the last event's run.
-  void forget_mixes() noexcept { mixed_.reset(); }
-
- private:
   // What is known of one tier's snapshots.
   struct Snapshot {
     std::uint32_t number = 0;  // the snapshot last begun
@@ -127,8 +127,19 @@ class Fold {
     bool is_whole = false;     // nothing was missed since a snapshot ended
   };
 
-  Snapshot& snapshot_of(Tier tier) noexcept { return snapshots_[static_cast<std::size_t>(tier)]; }
+  // Forgets what was computed for the last event's run.
+  void forget_mixes() noexcept { mixed_.reset(); }
   const Snapshot& snapshot_of(Tier tier) const noexcept { return snapshots_[static_cast<std::size_t>(tier)]; }
+  // For a fold that goes on where another one of the same log stood: what of a tier is not in its table. Residencies
+  // are put into the tables by the caller, who needs no digest.
+  void resume(WireInteger epoch) { epoch_ = std::move(epoch); }
+  void resume(Tier tier, bool is_cluster, const Snapshot& snapshot) noexcept {
+    is_cluster_[static_cast<std::size_t>(tier)] = is_cluster;
+    snapshots_[static_cast<std::size_t>(tier)] = snapshot;
+  }
+
+ private:
+  Snapshot& snapshot_of(Tier tier) noexcept { return snapshots_[static_cast<std::size_t>(tier)]; }
   void set_pools(std::vector<PoolStated> pools);
   // Computes the mixes of a run in a tier, and has its table's lines come into the cache.
   void mix(Tier tier, Bytes hashes);

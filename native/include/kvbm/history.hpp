@@ -56,6 +56,17 @@ struct StayRow {
 };
 static_assert(sizeof(StayRow) == 88 && std::is_trivially_copyable_v<StayRow>);
 
+// What is known of a tier beside its blocks, as TIER_STATE_ROW.
+struct TierStateRow {
+  std::uint64_t listed;     // blocks that its snapshot has listed so far
+  std::uint32_t snapshot;   // the one last begun
+  std::uint8_t is_open;     // it has begun and not ended
+  std::uint8_t is_whole;    // nothing was missed since a snapshot ended
+  std::uint8_t is_cluster;  // its blocks are claims
+  std::uint8_t unused;      // zero
+};
+static_assert(sizeof(TierStateRow) == 16 && std::is_trivially_copyable_v<TierStateRow>);
+
 class History : private Fold<ResidencyTable> {
  public:
   History();
@@ -69,6 +80,16 @@ class History : private Fold<ResidencyTable> {
   std::vector<StayRow> take_ended();
   // Those that last.
   std::vector<StayRow> lasting() const;
+  // For another one that goes on from here, beside lasting(), namespace_ids() and names(): the epoch, by tier what is
+  // known of it, and for each row of lasting() the snapshot its block was last gained or listed in.
+  const WireInteger& epoch() const noexcept { return Fold::epoch(); }
+  std::vector<TierStateRow> tier_states() const;
+  std::vector<std::uint32_t> lasting_snapshots() const;
+  // Goes on where that one stood; once, before anything else. Throws Error: kLayout, a row contradicts another or names
+  // nothing.
+  void resume(WireInteger epoch, std::span<const TierStateRow> tiers, std::span<const NamespaceId> namespaces,
+              const std::vector<std::string>& names, std::span<const StayRow> lasting,
+              std::span<const std::uint32_t> snapshots);
   // Ids by their row.
   const std::vector<NamespaceId>& namespace_ids() const noexcept { return ids_; }
   // Of instances that blocks were fetched from, by their row.

@@ -78,6 +78,8 @@ class Ledger {
   // Another epoch begins in place, with a completed snapshot of what is held. Returns the offset after the snapshot.
   std::uint64_t restart(std::uint64_t epoch, Bytes started, std::size_t namespaces);
   void stop(StopReason reason);
+  // report: of a UsageRecorded.
+  void record_usage(Bytes report);
   // The frames that wait, but for what depends on who takes them.
   std::span<const FrameBody> waiting_frames() const noexcept { return recorder_.waiting_frames(); }
   void clear_waiting() noexcept { recorder_.clear_waiting(); }

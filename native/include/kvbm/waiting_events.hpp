@@ -25,6 +25,7 @@ struct FrameBody {
   std::uint64_t first_offset = 0;       // of its first event
   std::uint32_t event_count = 0;        // events in it
   std::uint64_t digest = 0;             // after its last event
+  std::uint16_t version = 1;            // the lowest that suffices for its events
   std::vector<NamespaceId> namespaces;  // in the order its events first use them
 };
 

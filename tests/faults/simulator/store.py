@@ -181,6 +181,10 @@ class SimStore:
         self._check()
         return [row for _, row in sorted(self.absence_rows.items())]
 
+    async def forget_usage(self, before_ms: int) -> int:
+        self._check()
+        return 0  # nothing is kept here that grows old
+
     async def instance_names(self, cluster: str | None) -> list[InstanceId]:
         self._check()
         return [name for name, row in sorted(self.instance_rows.items()) if cluster in (None, row.cluster)]

@@ -10,7 +10,7 @@ from tests.engines.vllm.harness.engine import Engine, Engines
 from tests.engines.vllm.harness.models import VOCABULARY
 from tests.engines.vllm.harness.words import OUTPUT_TOKENS, Answer, Ask, Setup
 
-TOLERANCE = 1e-4  # of a log probability
+TOLERANCE = 5e-4  # of a log probability; a CPU with AMX sums prompts side by side in another order than alone (2.5e-4)
 _CLEAR = 2e-3  # by how much a chosen token leads at least; where two are as likely, which one is chosen says nothing
 
 

@@ -1,0 +1,65 @@
+import { Newest, ask } from "../api.js";
+import { small } from "../charts.js";
+import { h, replace } from "../dom.js";
+import { EXCLUDED, count, many, seconds } from "../format.js";
+import { PromptForm } from "../prompts.js";
+
+const PARTS = [["recompute", "recompute_s", "computing what is missing"], ["fetch", "fetch_s", "fetching blocks"], ["queueing", "queueing_s", "waiting"], ["balance", "balance_s", "what was sent there lately"]];
+
+// Why the first is the first, of the parts of its price and the next one's.
+export function why(answer) {
+  const [best, next] = answer.ranked, { blocks } = answer;
+  const has = best.depth ? `it need not compute ${count(best.depth)} of ${many(blocks, "block")}${best.fetch_blocks ? `, of which it fetches ${count(best.fetch_blocks)}${best.peer_blocks ? ` (${count(best.peer_blocks)} from other instances, most from ${best.peer})` : ""}` : ""}` : "it has nothing of the prompt";
+  const first = `${best.instance} costs ${seconds(best.cost_s)}: ${has}, and computes ${many(best.missing_tokens, "token")}.`;
+  if (!next) return `${first} Nobody else was considered.`;
+  const gap = next.cost_s - best.cost_s;
+  if (gap <= 1e-9) return `${first} ${next.instance} costs the same: between equals the one to whom least waits, then the name decides.`;
+  const most = PARTS.map(([, key, words]) => [next[key] - best[key], words]).sort((one, other) => other[0] - one[0])[0];
+  return `${first} The next, ${next.instance}, costs ${seconds(gap)} more, most of it for ${most[1]} (${seconds(Math.max(0, most[0]))}).`;
+}
+
+export class Routes {
+  constructor(app) {
+    this.app = app;
+    this.tokens = h("input", { type: "number", min: "0", placeholder: "of the whole prompt; blocks × size without it", "aria-label": "Input tokens" });
+    this.latency = h("select", { "aria-label": "Latency" }, ["standard", "interactive", "batch"].map((one) => h("option", { value: one }, one)));
+    this.phase = h("select", { "aria-label": "Phase" }, ["both", "prefill", "decode"].map((one) => h("option", { value: one }, one)));
+    this.form = new PromptForm({ title: "Where a prompt would go", button: "Rank", any: "choose one", placeholder: "Token ids of the prompt, or hashes of its full blocks", more: [h("label", null, "Input tokens (with hashes)", this.tokens), h("label", null, "Latency", this.latency), h("label", null, "Phase", this.phase)], ask: (asked, space) => this.take(asked, space) });
+    this.found = h("div", { class: "view" });
+    this.past = h("p", { class: "banner", hidden: true }, "Routes are priced with the loads of now; earlier moments have none.");
+    this.node = h("div", { class: "view" }, this.past, this.form.node, this.found);
+    this.asking = new Newest((answer) => this.draw(answer), (error) => { replace(this.found); this.form.fail(error); });
+  }
+
+  show() { this.form.fill(); }
+
+  leave() { this.asking.drop(); }
+
+  update(_, at) { this.past.hidden = at === null; }
+
+  take(asked, space) {
+    if (!space) { this.form.error.textContent = "Choose the namespace that the prompt is of."; return; }
+    if (asked.prefix) { this.form.error.textContent = "A hash has 32 hex digits."; return; }
+    const known = (this.form.found || []).find((one) => one.id === space), size = known ? known.fields.block_tokens : 16;
+    const tokens = Number(this.tokens.value) || (asked.tokens ? asked.tokens.length : asked.hashes.length * size);
+    const prompt = asked.tokens ? { tokens: asked.tokens } : { hashes: asked.hashes.join("") };
+    this.asking.drop();
+    this.asking.ask(() => ask("v1/route", { ...prompt, namespace: space, input_tokens: tokens, latency: this.latency.value, phase: this.phase.value, remember: false, limit: 100 }));
+  }
+
+  draw(answer) {
+    this.form.clear();
+    const most = Math.max(1e-9, ...answer.ranked.map((one) => one.cost_s));
+    const rows = answer.ranked.map((one, at) => [count(at + 1), h("a", { href: `#/instance/${encodeURIComponent(one.instance)}` }, one.instance), seconds(one.cost_s),
+      h("span", { class: "stack", title: PARTS.map(([name, key]) => `${name} ${seconds(one[key])}`).join(", ") }, PARTS.map(([name, key]) => h("i", { class: `c-${name}`, style: { width: `${((100 * Math.max(0, one[key])) / most).toFixed(2)}%` } }))),
+      ...PARTS.map(([, key]) => seconds(one[key])), seconds(one.ttft_s), `${count(one.depth)} / ${count(answer.blocks)}`, count(one.missing_tokens), count(one.fetch_blocks), one.peer || "–",
+      [one.admitted ? "" : h("span", { class: "bad" }, "not admitted "), one.suspect ? h("span", { class: "warn" }, "suspect ") : "", one.load_age_s === null ? h("span", { class: "warn" }, "no load heard") : one.load_age_s ? h("span", { class: "warn" }, `load ${seconds(one.load_age_s)} old`) : ""]]);
+    const left = Object.entries(answer.excluded || {});
+    replace(this.found, h("section", { class: "panel", "aria-label": "Why" }, h("h2", null, "Why"), answer.ranked.length ? h("p", { class: "why" }, why(answer)) : h("p", null, "Nobody can serve it."),
+      answer.missed ? h("p", { class: "dim" }, `Nothing of it is held: ${answer.missed.message}.`) : null,
+      answer.admitted ? null : h("p", { class: "bad" }, "It would not be admitted: its deadline cannot be kept, or it is of a batch and others wait."),
+      left.length ? h("ul", { class: "notes" }, left.map(([name, reason]) => h("li", null, h("strong", null, name), ` has its first block and does not count: ${reason}${EXCLUDED[reason] ? ` (${EXCLUDED[reason]})` : ""}`))) : null),
+    h("section", { class: "panel", "aria-label": "Ranking" }, h("header", null, h("h2", null, "Ranking"), h("span", { class: "legend" }, PARTS.map(([name, , words]) => h("span", null, h("i", { class: `key c-${name}` }), words))), answer.more ? h("span", { class: "dim" }, `${count(answer.more)} more are worse`) : null),
+      small([["#", "num"], ["Instance"], ["Cost", "num"], ["Of what", "fill"], ["Compute", "num"], ["Fetch", "num"], ["Wait", "num"], ["Balance", "num"], ["First token", "num"], ["Depth", "num"], ["Missing tok", "num"], ["Fetched bl", "num"], ["From"], [""]], rows, "Nobody.")));
+  }
+}
