@@ -16,6 +16,9 @@ ENGINES := build/engines/.venv
 ENGINES_PIP := $(ENGINES)/bin/pip --disable-pip-version-check
 ENGINES_STAMP := $(ENGINES)/.kvbm-installed
 PD_STAMP := $(ENGINES)/.router-installed
+ROUTERS := build/routers/.venv
+ROUTERS_PIP := $(ROUTERS)/bin/pip --disable-pip-version-check
+ROUTERS_STAMP := $(ROUTERS)/.kvbm-installed
 SGLANG := build/sglang/.venv
 SGLANG_PIP := $(SGLANG)/bin/pip --disable-pip-version-check
 SGLANG_STAMP := $(SGLANG)/.kvbm-installed
@@ -155,7 +158,14 @@ bench-pd: $(PD_STAMP)  ## prefill and decode on two engines: the wait, the first
 
 # Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this
 # one.
-test-bridge: setup $(ENGINES_STAMP)  ## the bridge between vLLM processes without kvbm and a catalog
+# The indexer alone, with pydantic as the engines have it: it asks for an older one, and does with this.
+$(ROUTERS_STAMP): constraints-engines.txt | $(BIN)/python
+	$(BIN)/python -m venv $(ROUTERS)
+	$(ROUTERS_PIP) install --quiet -c constraints-engines.txt msgspec pydantic pyzmq uvloop
+	$(ROUTERS_PIP) install --quiet --no-deps ai-dynamo-runtime==1.6.1
+	touch $@
+
+test-bridge: setup $(ENGINES_STAMP) $(ROUTERS_STAMP)  ## the bridge between vLLM processes without kvbm and a catalog
 	$(BIN)/python -m pytest --engines tests/engines/bridge $(PYTEST_ARGS)
 
 # SGLang's engine wants CUDA; its storage factory, host pools, cache controller and radix cache run on a CPU.

@@ -54,6 +54,7 @@ from kvbm.core.answers import (
     FindAnswer,
     InstanceSummary,
     LookupAnswer,
+    MediaAsked,
     NamespaceSummary,
     PositionWanted,
     PresenceAnswer,
@@ -98,6 +99,7 @@ from kvbm.core.extra_keys import Media, extra_key, salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier, split_hashes
 from kvbm.core.layout import KvShape
+from kvbm.core.prompt_tokens import PromptTokens
 from kvbm.core.results import Match, ShareCounts, TierCounts
 from kvbm.core.usage import UsageGap, UsageHour, UsageReport
 from kvbm.locate.asynchronous import AsyncCatalog, AsyncCatalogClient
@@ -168,6 +170,7 @@ __all__ = [
     "ManagerStats",
     "Match",
     "Media",
+    "MediaAsked",
     "MessageTooLargeError",
     "MetricsServer",
     "MigrateCause",
@@ -188,6 +191,7 @@ __all__ = [
     "PositionWanted",
     "Prefix",
     "PresenceAnswer",
+    "PromptTokens",
     "ReadyAnswer",
     "RecordedEvent",
     "RecordedLog",

@@ -21,7 +21,9 @@ from kvbm.core.backend import (
     ChecksumRows,
     DecodeFrame,
     DerivedHashes,
+    DigestHashes,
     EncodeFrame,
+    EngineDigests,
     Fold,
     JoinedChecksums,
     LedgerProtocol,
@@ -52,6 +54,8 @@ from kvbm.transport.server import NewLendingServer
 
 sequence_hashes: SequenceHashes
 derived_hashes: DerivedHashes
+engine_digests: EngineDigests
+digest_hashes: DigestHashes
 read_number_list: ReadNumberList
 crc32c: Checksum
 checksums: ChecksumRows

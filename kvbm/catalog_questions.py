@@ -27,13 +27,15 @@ from kvbm.core.answers import (
     BlockAnswer,
     InstanceSummary,
     LookupAnswer,
+    MediaAsked,
     MissedAnswer,
     NamespaceSummary,
     RouteAnswer,
 )
 from kvbm.core.clock_times import clock_us
-from kvbm.core.errors import CatalogError, ConfigError
+from kvbm.core.errors import HASHABLE_SCHEME, CatalogError, ConfigError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
+from kvbm.core.prompt_tokens import PromptTokens
 from kvbm.core.usage import TIMES_HOW, check_stretch, csv_of, gap_lines, lines_of, parse_time, time_text
 from kvbm.core.watch_events import (
     BlockChange,
@@ -54,6 +56,7 @@ from kvbm.terminal import as_json, plain, say, say_csv
 
 _PROMPT_BYTES = 16 << 20  # of a file with a prompt
 _HASHES = re.compile(r"(?:[0-9a-f]{32})+", re.IGNORECASE)
+_MEDIA = re.compile(r"(.+)@(\d{1,7})\+(\d{1,7})")
 _TOKENS = re.compile(r"\d{1,10}")
 _MOST_NAMED = 20  # namespaces in an error
 _SUSPECT = "suspect: may hold more or less"
@@ -181,6 +184,17 @@ def listening_url(settings: Settings) -> str:
 def _add_prompt(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help=_PROMPT_HELP)
     parser.add_argument("--namespace", metavar="N", default="", help=_NAMESPACE_HELP)
+    parser.add_argument("--tenant", metavar="NAME", default="", help="with a model: whose namespaces")
+    parser.add_argument("--salt", metavar="TEXT", default="", help="with token ids: the request's cache_salt")
+    parser.add_argument("--lora", metavar="NAME", default="", help="with token ids: the request's adapter")
+    parser.add_argument("--lora-path", metavar="PATH", default="", help="… and its path, as the engine has it")
+    parser.add_argument(
+        "--media",
+        metavar="ID@OFFSET+TOKENS",
+        type=_media,
+        action="append",
+        help="with token ids: an image or the like in the prompt; once for each, in order",
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser, limit: bool = False) -> None:
@@ -203,13 +217,19 @@ def _add_common(parser: argparse.ArgumentParser, limit: bool = False) -> None:
 
 def _lookup(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
     prompt = _read_prompt(arguments.prompt)
-    namespace, hashes = _namespace_and_hashes(client, settings, arguments.namespace, prompt)
-    answer = client.lookup(namespace, hashes, limit=arguments.limit)
+    if (tokens := _asked_by_tokens(client, arguments, prompt)) is not None:
+        answer = client.lookup_prompt(tokens, limit=arguments.limit)
+    else:
+        namespace, hashes = _namespace_and_hashes(client, settings, arguments.namespace, prompt)
+        answer = client.lookup(namespace, hashes, limit=arguments.limit)
     _print(arguments, answer, lambda: _told_lookup(answer))
 
 
 def _route(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
     prompt = _read_prompt(arguments.prompt)
+    if (tokens := _asked_by_tokens(client, arguments, prompt)) is not None:
+        _route_tokens(arguments, client, tokens)
+        return
     namespace, hashes = _namespace_and_hashes(client, settings, arguments.namespace, prompt)
     count = arguments.input_tokens or len(prompt.tokens)
     if not count:
@@ -391,6 +411,59 @@ def _list_of(namespaces: Sequence[NamespaceSummary]) -> str:
     more = len(namespaces) - len(lines)
     lines += [f"\n  and {more} more; see `kvbm-catalog instances --namespaces`"] if more else []
     return f":{''.join(lines)}"
+
+
+def _route_tokens(arguments: argparse.Namespace, client: Catalog, tokens: PromptTokens) -> None:
+    if arguments.input_tokens:
+        raise ConfigError("--input-tokens goes with hashes; of token ids all are given")
+    if isinstance(client, CatalogClient):
+        answer = client.route_prompt(tokens, limit=arguments.limit, remember=arguments.send)
+    else:
+        answer = client.route_prompt(tokens, limit=arguments.limit)
+    _print(arguments, answer, lambda: _told_route(answer))
+
+
+def _asked_by_tokens(client: Catalog, arguments: argparse.Namespace, prompt: _Prompt) -> PromptTokens | None:
+    """What the catalog is asked by tokens; None: hashes are given, or are made here."""
+    has_keys = bool(arguments.salt or arguments.lora or arguments.lora_path or arguments.media)
+    if not prompt.tokens:
+        if has_keys:
+            raise ConfigError("--salt, --lora, --lora-path and --media go with token ids, and hashes are given")
+        return None
+    asked = str(arguments.namespace)
+    known = client.namespaces()
+    by_model = [one for one in known if asked and one.fields.model == asked]
+    if by_model and (has_keys or any(one.fields.scheme != HASHABLE_SCHEME for one in by_model)):
+        return _prompt_tokens(arguments, prompt, None, asked)
+    if by_model:
+        return None
+    namespace = _namespace(client, asked)
+    if not isinstance(namespace, Namespace) or (namespace.scheme == HASHABLE_SCHEME and not has_keys):
+        return None
+    return _prompt_tokens(arguments, prompt, namespace, "")
+
+
+def _prompt_tokens(
+    arguments: argparse.Namespace, prompt: _Prompt, namespace: Namespace | None, model: str
+) -> PromptTokens:
+    return PromptTokens(
+        tokens=prompt.tokens,
+        namespace=namespace,
+        model=model,
+        tenant=arguments.tenant if model else "",
+        salt=arguments.salt,
+        lora=arguments.lora,
+        lora_path=arguments.lora_path,
+        media=arguments.media or (),
+    )
+
+
+def _media(text: str) -> MediaAsked:
+    found = _MEDIA.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no media; give IDENTIFIER@OFFSET+TOKENS, as cat-1@16+576")
+    name, offset, tokens = found.groups()
+    return MediaAsked(identifier=name, offset=int(offset), tokens=int(tokens))
 
 
 def _namespace(client: Catalog, asked: str) -> Namespace | NamespaceId:

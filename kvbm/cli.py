@@ -106,8 +106,8 @@ def _add_bridge(commands: Commands) -> None:
     bridge = add_command(
         commands,
         "bridge",
-        "bring the KV events of engines without our code (vLLM, SGLang) to the stream, so that catalogs know what they "
-        "hold",
+        "bring the KV events of engines without our code (vLLM, SGLang, TensorRT-LLM, Dynamo) to the stream, so that "
+        "catalogs know what they hold",
         "kvbm bridge --set bridge.sources.a.endpoint=tcp://10.0.0.1:5557 --set "
         "bridge.sources.a.replay=tcp://10.0.0.1:5558 "
         "--set bridge.sources.a.model=meta-llama/Llama-3.1-8B",

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kvbm import catalog_cli, cli  # noqa: E402
-from kvbm.catalog.answers import prompts, routed  # noqa: E402
+from kvbm.catalog.answers import prompts, routed, token_prompts  # noqa: E402
 from kvbm.catalog.edge import api, instance_detail, prompt_answers  # noqa: E402
 from kvbm.catalog.edge.metrics import ROWS  # noqa: E402
 from kvbm.catalog.edge.routes import openapi  # noqa: E402
@@ -363,7 +363,7 @@ def error_codes() -> list[tuple[str, int, str]]:
     found: dict[str, tuple[int, str]] = {}
     functions = [
         node
-        for module in (api, instance_detail, prompt_answers, prompts, routed)
+        for module in (api, instance_detail, prompt_answers, prompts, routed, token_prompts)
         for node in ast.walk(ast.parse(Path(module.__file__).read_text()))
     ]
     for function in functions:

@@ -99,6 +99,8 @@ vllm.platforms.interface
     Platform.get_device_name(cls, ...)
     Platform.is_cpu(self)
     Platform.get_cpu_architecture(cls)
+vllm.utils.hashing
+    get_hash_fn_by_name(hash_fn_name)
 vllm.v1.attention.backend
     AttentionBackend.get_name()
     AttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec)
@@ -124,6 +126,7 @@ vllm.v1.core.kv_cache_utils
     generate_block_hash_extra_keys(request, start_token_idx, end_token_idx, start_mm_idx)
     maybe_convert_block_hash(hash_bytes)
     to_event_extra_keys(extra_keys)
+    resolve_none_hash_seed(hash_fn)
 vllm.v1.core.sched.output
     SchedulerOutput: num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids finished_req_ids
     SchedulerOutput: kv_connector_block_state scheduled_new_reqs scheduled_cached_reqs

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import secrets
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -17,20 +19,25 @@ from kvbm.assembly.native import NATIVE, NATIVE_FOLD
 from kvbm.assembly.reload import Reloads
 from kvbm.assembly.services import nats_url, stream_credentials
 from kvbm.assembly.start import ask_stream, epoch_in_catalog, kvbm_version
+from kvbm.bridge.found import FoundEngine, find
 from kvbm.bridge.held import HeldLedger, Said
 from kvbm.bridge.instance import BridgedInstance, BridgeLimits, Names
+from kvbm.bridge.polled import PolledEngine
 from kvbm.bridge.run import run_sources
 from kvbm.bridge.sockets import Address, PublisherSockets, zmq_module
-from kvbm.bridge.source import BridgedSource
+from kvbm.bridge.source import BridgedSource, Sockets
+from kvbm.bridge.subscribed import SubscribedWorker
 from kvbm.config import Settings, SourceSettings, check_settings
-from kvbm.core.errors import ConfigError
+from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
 from kvbm.manager.record.publisher_port import Publishing
 from kvbm.safe_log import SafeLog
 from kvbm.service_manager import ServiceManager
+from kvbm.streams.foreign.dynamo import SCHEME, DynamoEvents
 from kvbm.streams.foreign.identity import ForeignSource
-from kvbm.streams.foreign.state import ForeignState
+from kvbm.streams.foreign.state import Decode, ForeignState
+from kvbm.streams.foreign.trtllm import TrtllmEvents
 from kvbm.streams.foreign.wire import Kind, decode_batch
 from kvbm.streams.nats.permissions import Role
 from kvbm.streams.nats.stream import NatsStream
@@ -42,6 +49,7 @@ from kvbm_ledger.hang_ups import HANG_UPS
 log = SafeLog()
 
 _ASKERS = 16  # of the stream, at the start
+_SEEK_S = 2.0  # between asks where an engine's events are
 _MOST_JOURNAL_BYTES = 256 << 20  # of one source, while the stream takes nothing
 
 
@@ -61,27 +69,21 @@ def run_bridge(settings: Settings, goes_on: Callable[[], bool] = lambda: True, r
         context = zmq.Context()
         opened.callback(context.destroy, 0)
         url = nats_url(settings, opened)
-        tenants = TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file)
-        mine = [
-            (name, source, rank, tenants.get(source.tenant, "").encode())
-            for name, source in settings.bridge.sources.items()
-            for rank in range(source.ranks)
-        ]
-        sources: list[BridgedSource] = []
-        try:
-            for name, source, rank, secret in mine:
-                sources.append(_source(zmq, context, name, source, rank, secret))
-            with ThreadPoolExecutor(_ASKERS) as askers:
-                list(askers.map(partial(_open_instance, settings, url), sources, [source for _, source, _, _ in mine]))
-        except BaseException:
-            for opened_source in sources:
-                opened_source.close(0.0)
-            raise
-        log.info("bridge.started", sources=len(sources))
+        engines = _Engines(zmq, context, settings, url)
+        sources = engines.open_known()
+        finder = _Finder(engines, {name: one for name, one in settings.bridge.sources.items() if _is_sought(one)})
+        opened.callback(finder.close)
+        log.info("bridge.started", sources=len(sources), sought=len(finder.sought))
         manager = ServiceManager()
         manager.ready(f"{len(sources)} sources")
+
+        def goes_on_with_found() -> bool:
+            while found := finder.take():
+                sources.extend(found)
+            return _goes_on(goes_on, reloads, manager, len(sources))
+
         try:
-            run_sources(zmq, sources, partial(_goes_on, goes_on, reloads, manager, len(sources)))
+            run_sources(zmq, sources, goes_on_with_found)
         finally:
             manager.stopping()
     return 0
@@ -99,28 +101,159 @@ def _goes_on(goes_on: Callable[[], bool], reloads: Reloads | None, manager: Serv
     return goes_on()
 
 
-def _source(zmq: Any, context: Any, name: str, settings: SourceSettings, rank: int, secret: bytes) -> BridgedSource:
-    kind, can_replay = Kind(settings.kind), bool(settings.replay)
+def _is_sought(source: SourceSettings) -> bool:
+    """Whether the endpoint is a server that says where its events are."""
+    return source.kind == "sglang" and source.endpoint.startswith(("http://", "https://"))
+
+
+class _Engines:
+    """Makes the sources of engines, and their instances. Any thread."""
+
+    def __init__(self, zmq: Any, context: Any, settings: Settings, url: str) -> None:
+        self._zmq, self._context, self._settings, self._url = zmq, context, settings, url
+        self._tenants = TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file)
+
+    def open_known(self) -> list[BridgedSource]:
+        """Those that need not be sought."""
+        known = [(name, one) for name, one in self._settings.bridge.sources.items() if not _is_sought(one)]
+        return self.open(known)
+
+    def open(self, engines: Iterable[tuple[str, SourceSettings]]) -> list[BridgedSource]:
+        """Sources of engines, one for each of their ranks, whose streams have begun. Raises what says why not."""
+        sources: list[BridgedSource] = []
+        known: list[SourceSettings] = []
+        try:
+            for name, source in engines:
+                secret = self._tenants.get(source.tenant, "").encode()
+                made = _sources(self._zmq, self._context, name, source, secret)
+                sources += made
+                known += [source] * len(made)
+            with ThreadPoolExecutor(_ASKERS) as askers:
+                list(askers.map(partial(_open_instance, self._settings, self._url), sources, known))
+        except BaseException:
+            for opened in sources:
+                opened.close(0.0)
+            raise
+        return sources
+
+
+class _Finder:
+    """Asks servers where their events are, in a thread, until each has said it.
+
+    Attributes:
+        sought: name → server, of those that have not.
+    """
+
+    def __init__(self, engines: _Engines, sought: dict[str, SourceSettings]) -> None:
+        self.sought = sought
+        self._engines, self._end = engines, threading.Event()
+        self._found: queue.SimpleQueue[list[BridgedSource]] = queue.SimpleQueue()
+        self._said: dict[str, str] = {}
+        self._thread = threading.Thread(target=self._run, name="kvbm-bridge-find", daemon=True)
+        if sought:
+            self._thread.start()
+
+    def take(self) -> list[BridgedSource]:
+        """Sources of one more engine that was found; none: none was."""
+        try:
+            return self._found.get_nowait()
+        except queue.Empty:
+            return []
+
+    def close(self) -> None:
+        """Seek no more."""
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        while left := self.take():
+            for source in left:
+                source.close(0.0)
+
+    def _run(self) -> None:
+        while self.sought and not self._end.is_set():
+            for name, source in list(self.sought.items()):
+                try:
+                    self._found.put(self._engines.open([(name, _as_found(source, find(source.endpoint)))]))
+                except KvbmError as error:
+                    self._remark(name, str(error))
+                else:
+                    del self.sought[name]
+                    log.info("bridge.engine_found", source=name)
+            self._end.wait(_SEEK_S)
+
+    def _remark(self, name: str, why: str) -> None:
+        if self._said.get(name) != why:
+            self._said[name] = why
+            log.warning("bridge.engine_not_found", source=name, error=why, retry_s=_SEEK_S)
+
+
+def _as_found(source: SourceSettings, found: FoundEngine) -> SourceSettings:
+    """A source's settings with what its server has said in the place of what they leave open."""
+    return msgspec.structs.replace(
+        source,
+        endpoint=found.endpoint,
+        replay=source.replay or found.replay,
+        topic=source.topic or found.topic,
+        ranks=found.ranks,
+        model=source.model or found.model,
+        block_tokens=source.block_tokens or found.block_tokens,
+    )
+
+
+def _sources(zmq: Any, context: Any, name: str, settings: SourceSettings, secret: bytes) -> list[BridgedSource]:
+    """An engine: a source for each of its ranks."""
+    can_replay = bool(settings.replay)
     known = ForeignSource(
         settings.model,
         settings.tenant,
         settings.revision or UNKNOWN,
         secret,
         settings.pool,
-        settings.counts_copies and kind is Kind.VLLM,
+        settings.counts_copies and settings.kind == "vllm",
         settings.blocks,
+        scheme=SCHEME if settings.kind == "dynamo" else "sha256",
     )
-    state = ForeignState(
-        known,
-        lambda payload: decode_batch(payload, kind),
-        NATIVE.sequence_hashes,
-        can_replay,
-        rank if settings.ranks > 1 else None,
-    )
-    address = Address(settings.endpoint, settings.replay, settings.topic).of_rank(rank)
-    whole = f"{name}-dp{rank}" if settings.ranks > 1 else name
-    sockets = PublisherSockets(zmq, context, address)
-    return BridgedSource(whole, sockets, state, can_replay, settings.silence_s, time.monotonic)
+    made = []
+    for rank, sockets in enumerate(_listeners(zmq, context, settings)):
+        mine = rank if settings.ranks > 1 else None
+        state = ForeignState(known, _decoder(settings), NATIVE.sequence_hashes, can_replay, mine)
+        whole = name if mine is None else f"{name}-dp{rank}"
+        made.append(BridgedSource(whole, sockets, state, can_replay, settings.silence_s, time.monotonic))
+    return made
+
+
+def _listeners(zmq: Any, context: Any, settings: SourceSettings) -> list[Sockets]:
+    """What hears an engine's ranks."""
+    ranks = range(settings.ranks)
+    if settings.kind == "trtllm":
+        engine = PolledEngine(settings.endpoint, settings.ranks)
+        engine.start()
+        return list(engine.ranks)
+    if settings.kind == "dynamo":
+        ends = settings.endpoint, settings.topic, settings.worker
+        workers = [SubscribedWorker(*ends, rank if len(ranks) > 1 else None, settings.health) for rank in ranks]
+        for worker in workers:
+            worker.start()
+        return list(workers)
+    address = Address(settings.endpoint, settings.replay, settings.topic)
+    with ExitStack() as opened:
+        made: list[Sockets] = []
+        for rank in ranks:
+            made.append(PublisherSockets(zmq, context, address.of_rank(rank)))
+            opened.callback(made[-1].close)
+        opened.pop_all()
+        return made
+
+
+def _decoder(settings: SourceSettings) -> Decode:
+    """Bytes of a message of such an engine → what it says."""
+    match settings.kind:
+        case "trtllm":
+            return TrtllmEvents(settings.block_tokens)
+        case "dynamo":
+            return DynamoEvents(settings.block_tokens)
+        case kind:
+            return partial(decode_batch, kind=Kind(kind))
 
 
 def _open_instance(settings: Settings, url: str, source: BridgedSource, known: SourceSettings) -> None:

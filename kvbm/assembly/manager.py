@@ -20,6 +20,7 @@ from kvbm.assembly.traces import open_tracing
 from kvbm.config import JournalSettings, NvmeSettings, ObjectSettings, Settings, check_settings
 from kvbm.core.arguments import check_namespaces
 from kvbm.core.backend import LedgerProtocol
+from kvbm.core.chain_statement import ATTRIBUTE, ChainStatement
 from kvbm.core.checks import check_plain_int, check_text, kind_of
 from kvbm.core.codec import USAGE_VERSION
 from kvbm.core.errors import (
@@ -123,12 +124,14 @@ def open_engine_manager(
     object_pool: ObjectPool | None = None,
     wall_clock_ns: Callable[[], int] = time.time_ns,
     core: Core | None = None,
+    chain: ChainStatement | None = None,
 ) -> EngineHbmManager:
     """As `open_manager`, for an engine that owns HBM: `pools.hbm.owner` is "engine", and `pools.hbm` has as many slots
     as the engine blocks.
 
     Args:
         block_bytes: bytes of a row of HOST: a block of all ranks.
+        chain: how the engine hashes tokens; None: it does not say, and catalogs find nothing for it by tokens.
     Raises: as `open_manager`; ConfigError where `pools.hbm.owner` is not "engine".
     """
     _check_opening(settings, namespaces, block_bytes, engine)
@@ -137,7 +140,7 @@ def open_engine_manager(
             f'pools.hbm.owner is {settings.pools.hbm.owner!r}; an engine that keeps its KV needs "engine"'
         )
     return _open_manager(
-        EngineHbmManager, settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns, (), core
+        EngineHbmManager, settings, namespaces, block_bytes, engine, object_pool, wall_clock_ns, (), core, chain
     )
 
 
@@ -160,6 +163,7 @@ def _open_manager(
     wall_clock_ns: Callable[[], int],
     layers: Sequence[Sequence[PagedTensor]],
     core: Core | None,
+    chain: ChainStatement | None = None,
 ) -> M:
     if why := conflict():
         raise PackageConflictError(why)
@@ -204,8 +208,10 @@ def _open_manager(
         known = max(on_stream.epoch, epoch_in_catalog(settings, instance))
         folder = None if journal is None else instance_folder(settings)
         watched = WatchedErasures(instance, on_stream.erasures, revisioned, folder)
+        stated = b"" if chain is None else chain.encoded()
+        attributes = {ATTRIBUTE: stated} if stated else {}
         pool_id, plan = begin_epoch(
-            ledger, exchange.lock, settings, journal, pools, namespaces, engine, known, watched, core
+            ledger, exchange.lock, settings, journal, pools, namespaces, engine, known, watched, core, attributes
         )
         retention: JournalRetention | None = None
         sink: FrameSink = DiscardingSink()
@@ -253,6 +259,7 @@ def _open_manager(
                 ages=ages_of(pools.slots),
                 tracing=tracing,
                 usage=_usage_plan(settings),
+                chain=stated,
             ),
         )
         publishing = (

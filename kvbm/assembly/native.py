@@ -31,6 +31,8 @@ NATIVE = Backend(
     "native",
     _native.sequence_hashes,
     _native.derived_hashes,
+    _native.engine_digests,
+    _native.digest_hashes,
     _native.crc32c,
     _native.checksums,
     _native.joined_checksums,

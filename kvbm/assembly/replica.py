@@ -13,6 +13,7 @@ from kvbm.core.parts import parts_of
 from kvbm.locate.parts import PartedCatalog
 from kvbm.streams.nats.permissions import Role
 from kvbm.streams.nats.read_only import ReadOnlyStream
+from kvbm.tenant_secrets import TenantSecrets
 
 if TYPE_CHECKING:
     from kvbm.catalog.replica import CatalogReplica
@@ -61,6 +62,7 @@ def open_replica(settings: Settings, name: str = "") -> CatalogReplica:
         fetch if catalog.url else None,
         NATIVE,
         NATIVE_INDEX,
+        TenantSecrets(catalog.tenant_secrets, catalog.tenant_secrets_file),
     )
     replica.start()
     return replica

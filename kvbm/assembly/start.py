@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import NamedTuple
@@ -130,9 +130,12 @@ def begin_epoch(
     known: Epoch,
     watched: WatchedErasures,
     core: Core,
+    attributes: Mapping[str, bytes],
 ) -> tuple[str, SalvagePlan]:
     """Start the ledger in a new epoch.
 
+    Args:
+        attributes: of its InstanceStarted.
     Returns: the name of the durable pool it speaks of, "" for none; what that pool holds beside what the ledger was
         told.
     """
@@ -149,7 +152,7 @@ def begin_epoch(
                 nvme.hints.note([one.slot for one in kept], namespace, b"".join(one.hash for one in kept))
         epoch = Epoch(max(journal.epoch, known) + 1)
     with lock:  # the instance may be listening already
-        ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered)
+        ledger.start(epoch, namespaces, settings.instance.topology, engine, kvbm_version(), recovered, attributes)
     if journal is not None:  # nobody has taken an event yet
         journal.begin_epoch(epoch, pool_id, ledger.applied)
         pools.note_epoch(epoch)

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from kvbm.bench.bridge import bench_bridge
 from kvbm.bench.codec import bench_codec
 from kvbm.bench.connector import bench_connector
 from kvbm.bench.events import bench_events
@@ -87,6 +88,9 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     connector_ending_us: float | None = None
     connector_first_of_groups_us: float | None = None
     connector_first_of_states_us: float | None = None
+    bridge_blocks_per_s: float | None = None
+    bridge_events_per_s: float | None = None
+    bridge_bytes_per_block: float | None = None
     encode_blocks_per_s: float | None = None
     decode_blocks_per_s: float | None = None
     hash_blocks_per_s: float | None = None
@@ -177,6 +181,10 @@ def _ingest(options: BenchOptions) -> Found:
     return _found(bench_ingest(options.samples, options.seed))
 
 
+def _bridge(options: BenchOptions) -> Found:
+    return _found(bench_bridge(min(options.live), options.replacements, options.samples, options.seed))
+
+
 def _catalog(options: BenchOptions) -> Found:
     require_modules("kvbm bench catalog", CATALOG_MODULES, "catalog")
     from kvbm.bench.catalog import bench_catalog
@@ -224,6 +232,7 @@ BENCHES: dict[str, Bench] = {
     "events": lambda options: bench_events(options.samples, options.seed),
     "replay": lambda options: _found(bench_replay(options.samples, options.seed)),
     "history": lambda options: _found(bench_history(max(options.live), options.samples, options.seed)),
+    "bridge": _bridge,
     "ingest": _ingest,
     "catalog": _catalog,
     "sql": _sql,

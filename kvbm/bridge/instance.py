@@ -125,31 +125,43 @@ class BridgedInstance:
 
     def apply(self, now_s: float, commands: Iterable[Fact | BeginEpoch]) -> None:
         """Record facts in order; each epoch and each new namespace among them begins an epoch of the stream."""
-        ledger = self._ledger
+        facts: list[Gained | Arrived | Lost | Emptied] = []
         for command in commands:
-            if isinstance(command, NamespaceNamed):
-                with self.stream.lock:
-                    is_new = ledger.declare(command.namespace)
-                if is_new:
-                    self._begin_epoch(now_s, "named")
-                continue
-            if isinstance(command, BeginEpoch):
-                with self.stream.lock:
-                    ledger.forget()
-                self._begin_epoch(now_s, str(command.why))
-                continue
-            with self.stream.lock:
-                match command:
+            match command:
+                case NamespaceNamed(namespace):
+                    self._record(facts)
+                    with self.stream.lock:
+                        is_new = self._ledger.declare(namespace)
+                    if is_new:
+                        self._begin_epoch(now_s, "named")
+                case BeginEpoch(why):
+                    self._record(facts)
+                    with self.stream.lock:
+                        self._ledger.forget()
+                    self._begin_epoch(now_s, str(why))
+                case _:
+                    facts.append(command)
+        self._record(facts)
+
+    def _record(self, facts: list[Gained | Arrived | Lost | Emptied]) -> None:
+        """Record these, and forget them."""
+        ledger = self._ledger
+        if not facts:
+            return
+        with self.stream.lock:
+            for fact in facts:
+                match fact:
                     case Gained(namespace, tier, parent, start, hashes):
                         ledger.gain(namespace, tier, parent, start, hashes)
-                    case Arrived(namespace, tier, hashes):
-                        ledger.arrive(namespace, tier, hashes)
                     case Lost(namespace, tier, reason, hashes):
                         ledger.lose(namespace, tier, reason, hashes)
+                    case Arrived(namespace, tier, hashes):
+                        ledger.arrive(namespace, tier, hashes)
                     case Emptied(tier):
                         ledger.empty(tier)
                     case _:
-                        assert_never(command)
+                        assert_never(fact)
+        facts.clear()
 
     def turn(self, now_s: float) -> float | None:
         """Write what waits, take a step of a snapshot: whatever is due.

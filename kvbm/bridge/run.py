@@ -20,12 +20,14 @@ def run_sources(zmq: Any, sources: Sequence[BridgedSource], goes_on: Callable[[]
 
     Args:
         zmq: the module.
+        sources: more may be added at the end by `goes_on`.
         goes_on: asked about fifty times a second.
     """
     try:
-        due = dict.fromkeys(range(len(sources)), 0.0)
+        due: dict[int, float] = {}
         while goes_on():
-            ready = _wait(zmq, sources, min(due.values(), default=0.0))
+            due.update((number, 0.0) for number in range(len(due), len(sources)))
+            ready = _wait(zmq, sources, min(due.values(), default=float("inf")))
             now_s = time.monotonic()
             for number, source in enumerate(sources):
                 instance = source.instance

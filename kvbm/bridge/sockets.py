@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ _END = b"\xff" * _SEQUENCE_BYTES
 _WAITING_MESSAGES = 20_000  # in the socket; what comes beyond is lost and asked for again
 _RECONNECT_MS, _RECONNECT_MOST_MS = 100, 1_000
 _HEARTBEAT_MS = 2_000  # of ZeroMQ itself, so that a machine that is gone is noticed
+_REDIAL_S = 1.0  # after a connection that ZeroMQ has given up
 
 
 class Address(NamedTuple):
@@ -65,21 +67,25 @@ class PublisherSockets:
 
     Attributes:
         is_connected: whether a connection stands.
-        unreadable: messages that are none of a publisher's.
+        unreadable: messages that are none of a publisher's, and connections that were given up because what came was
+            no ZeroMQ or too long for a message.
     """
 
-    def __init__(self, zmq: Any, context: Any, address: Address) -> None:
+    def __init__(self, zmq: Any, context: Any, address: Address, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_connected = False
         self.unreadable = 0
-        self._zmq, self._context, self._address = zmq, context, address
+        self._zmq, self._context, self._address, self._clock = zmq, context, address, clock
+        self._listens = _is_any(address.endpoint)
+        self._open: set[int] = set()  # connections that stand at the listener, strangers' too
+        self._lost_s: float | None = None  # since when there is no connection, while ZeroMQ does not say it tries again
         self._replay: Any = None
         self._messages = self._socket(zmq.SUB)
         self._messages.setsockopt(zmq.SUBSCRIBE, address.topic.encode())
         self._monitor = self._messages.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECT_RETRIED
         )
         try:
-            if _is_any(address.endpoint):
+            if self._listens:
                 self._messages.bind(address.endpoint)
             else:
                 self._messages.connect(address.endpoint)
@@ -152,6 +158,7 @@ class PublisherSockets:
             if answer is None:
                 break
             yield self._answer(answer)
+        self._redial()
 
     def _answer(self, frames: list[bytes]) -> Input:
         """(b"", topic, sequence, payload); of older publishers without the topic."""
@@ -168,10 +175,31 @@ class PublisherSockets:
             frames = self._take(self._monitor)
             if frames is None:
                 return
-            event = zmq.utils.monitor.parse_monitor_message(frames)["event"]
-            self.is_connected = event == zmq.EVENT_HANDSHAKE_SUCCEEDED
-            if self.is_connected:
+            said = zmq.utils.monitor.parse_monitor_message(frames)
+            event, number = said["event"], said["value"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.is_connected, self._lost_s = True, None
                 yield EngineConnected()
+            elif event == zmq.EVENT_ACCEPTED:
+                self._open.add(number)
+            elif event == zmq.EVENT_CONNECT_RETRIED:
+                self._lost_s = None
+            elif self._listens:  # a stranger that leaves is not the engine
+                self._open.discard(number)
+                self.is_connected &= bool(self._open)
+            else:
+                self.is_connected, self._lost_s = False, self._clock()
+
+    def _redial(self) -> None:
+        """Connect anew where ZeroMQ does not: it never tries again after bytes that break its protocol."""
+        if self._lost_s is None or self._clock() < self._lost_s + _REDIAL_S:
+            return
+        self._lost_s = self._clock()
+        self.unreadable += 1
+        endpoint = self._address.endpoint
+        with suppress(self._zmq.ZMQError):  # it may know the address no more
+            self._messages.disconnect(endpoint)
+        self._messages.connect(endpoint)
 
     def _take(self, socket: Any) -> list[bytes] | None:
         try:

@@ -13,17 +13,20 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeVar, Unpack
 
 import msgspec
 
 from kvbm.catalog.access.callers import EMBEDDED, Caller
+from kvbm.catalog.answers.groups_together import lookup_together
 from kvbm.catalog.answers.prompts import ApiError
 from kvbm.catalog.answers.queries import Queries
 from kvbm.catalog.answers.routed import routed, routing_task
+from kvbm.catalog.answers.token_prompts import PromptBlocks, TokenPrompts
 from kvbm.catalog.degraded import Degraded
 from kvbm.catalog.follow.checkpoints import Checkpointing, LoadedCheckpoint, load_newest
 from kvbm.catalog.follow.follower import FIRST, StreamFollower, not_reached
@@ -46,6 +49,7 @@ from kvbm.core.answers import (
     FindAnswer,
     InstanceSummary,
     LookupAnswer,
+    LookupRequest,
     NamespaceSummary,
     PositionWanted,
     PresenceAnswer,
@@ -58,8 +62,9 @@ from kvbm.core.checks import check_text, checked_int
 from kvbm.core.errors import ArgumentValueError, CatalogClosedError, CatalogError, CatalogRefusedError, StreamError
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.core.parts import ALL_PARTS, has_parts, words_of
+from kvbm.core.prompt_tokens import PromptTokens, checked_prompt
 from kvbm.core.questions import checked_limit, checked_names, checked_peers, checked_place, checked_wait, id_of
-from kvbm.core.token_questions import TokenQuestions
+from kvbm.core.token_questions import LookupMore, RouteMore, TokenQuestions
 from kvbm.safe_log import SafeLog
 from kvbm.streams.base import EventReader, EventStream, Heartbeat, Position, StreamMessage, still_holds
 
@@ -100,17 +105,19 @@ class CatalogReplica(TokenQuestions):
         fetch: Callable[[Path], bool] | None,
         backend: Backend,
         new_index: NewIndex,
+        secrets: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Prefer `kvbm.open_replica`.
 
         Args:
+            secrets: tenant → secret, to hash tokens with.
             connect: to the stream. Raises StreamError.
             fetch: puts the service's newest checkpoint into a folder, if it has one. Raises CatalogError. None: nobody
                 is asked.
         """
         super().__init__(backend.sequence_hashes)
         self._settings, self._connect, self._fetch = settings, connect, fetch
-        self._backend, self._new_index = backend, new_index
+        self._backend, self._new_index, self._secrets = backend, new_index, secrets
         self._guard = threading.RLock()  # held while what answers rest on changes, and while it is asked
         self._begun: Future[_View] = Future()
         self._view: _View | None = None
@@ -218,6 +225,37 @@ class CatalogReplica(TokenQuestions):
                 fields = namespace if isinstance(namespace, Namespace) else queries.namespace(key)
                 task = routing_task(key, fields, hashes, tokens, "", latency, deadline_s, phase)
                 return routed(queries, task, fields, key, EMBEDDED, most, only)
+        except ApiError as error:
+            raise _refused(error) from None
+
+    def lookup_prompt(
+        self, prompt: PromptTokens, timeout_s: float | None = None, **more: Unpack[LookupMore]
+    ) -> LookupAnswer:
+        asked = LookupRequest(**checked_prompt(prompt))
+        limit, only, view = self._prepared(more)
+        try:
+            with self._guard:
+                blocks = self._blocks(view, asked)
+                if blocks.groups:
+                    return lookup_together(view.queries, blocks, EMBEDDED, limit, only)
+                return view.queries.lookup(id_of(blocks.namespace), blocks.hashes, EMBEDDED, limit, only)
+        except ApiError as error:
+            raise _refused(error) from None
+
+    def route_prompt(
+        self, prompt: PromptTokens, timeout_s: float | None = None, **more: Unpack[RouteMore]
+    ) -> RouteAnswer:
+        asked = LookupRequest(**checked_prompt(prompt))
+        limit, only, view = self._prepared(more)
+        latency, deadline_s = more.get("latency", "standard"), more.get("deadline_s")
+        try:
+            with self._guard:
+                blocks = self._blocks(view, asked)
+                key, fields = id_of(blocks.namespace), blocks.namespace
+                known = fields if isinstance(fields, Namespace) else None
+                count, phase = len(asked.tokens or ()), more.get("phase", "both")
+                task = routing_task(key, known, blocks.hashes, count, "", latency, deadline_s, phase)
+                return routed(view.queries, task, known, key, EMBEDDED, limit, only, prompt=blocks)
         except ApiError as error:
             raise _refused(error) from None
 
@@ -331,6 +369,19 @@ class CatalogReplica(TokenQuestions):
         if self._view is None:
             raise CatalogClosedError("the replica is closed; kvbm.open_replica makes another")
         return self._view
+
+    def _prepared(self, more: LookupMore | RouteMore) -> tuple[int, Sequence[InstanceId] | None, _View]:
+        """How many instances are to be named, which are looked at, and the view to ask."""
+        limit, names = checked_limit(more.get("limit", LIMIT)), more.get("instances")
+        only = None if names is None else _names(names)
+        return limit, only, self._answering(more.get("at_least", ()), more.get("wait_s", 1.0))
+
+    def _blocks(self, view: _View, asked: LookupRequest) -> PromptBlocks:
+        prompts = TokenPrompts(view.queries, self._secret_of, self._backend)
+        return prompts.hashing(EMBEDDED, asked, asked.tokens or [])()
+
+    def _secret_of(self, caller: Caller, namespace: Namespace) -> str | None:
+        return self._secrets.get(namespace.tenant, None if namespace.tenant else "")
 
     def _answer(
         self,

@@ -196,17 +196,42 @@ def _check_sources(sources: Mapping[str, SourceSettings]) -> None:
                 why = "two sources have it" if whole in names else NAME_RULE
                 raise ConfigError(f"{key}: the instance's name is {whole!r}; {why}")
             names.add(whole)
-        for field in ("model", "endpoint"):
+        is_sought = source.kind == "sglang" and source.endpoint.startswith(_HTTP)
+        for field in ("endpoint",) if is_sought else ("model", "endpoint"):
             if not getattr(source, field):
                 raise ConfigError(f"{key}.{field} is empty; give it")
-        for field in ("endpoint", "replay"):
-            if (place := getattr(source, field)) and not place.startswith(("tcp://", "ipc://")):
-                raise ConfigError(f"{key}.{field} is {place!r}; write tcp://host:port")
-        other = places.setdefault(f"{source.endpoint} {source.topic}", name)
+        _check_source(key, source)
+        other = places.setdefault(f"{source.endpoint} {source.topic} {source.worker}", name)
         if other != name:
             raise ConfigError(
                 f"{key}.endpoint is that of bridge.sources.{other}, and so is its topic; an engine is one source"
             )
+
+
+_HTTP = ("http://", "https://")
+_PLACES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "trtllm": (_HTTP, "http://host:port"),
+    "dynamo": (("nats://", "tls://"), "nats://host:port"),
+}
+_ZMQ_PLACES = ("tcp://", "ipc://"), "tcp://host:port"
+
+
+def _check_source(key: str, source: SourceSettings) -> None:
+    """Refuse what does not go with a source's kind."""
+    begins, example = _PLACES.get(source.kind, _ZMQ_PLACES)
+    for field in ("endpoint", "replay"):
+        is_server = field == "endpoint" and source.kind == "sglang" and source.endpoint.startswith(_HTTP)
+        if (place := getattr(source, field)) and not (is_server or place.startswith(begins)):
+            raise ConfigError(f"{key}.{field} is {place!r}; write {example}")
+    if source.kind in _PLACES:
+        if source.replay:
+            raise ConfigError(f"{key}.replay is set, but a {source.kind} engine sends nothing again; leave it out")
+        if not source.block_tokens:
+            raise ConfigError(f"{key}.block_tokens is 0, but events of {source.kind} do not say it; give it")
+    if source.kind == "dynamo" and not source.topic:
+        raise ConfigError(f"{key}.topic is empty; give the subject, such as namespace.NAME.component.NAME.kv-events")
+    if source.kind != "dynamo" and (source.worker or source.health):
+        raise ConfigError(f"{key}: worker and health are for engines of kind dynamo; leave them out")
 
 
 def _check_objects(objects: ObjectSettings, nvme: NvmeSettings) -> None:

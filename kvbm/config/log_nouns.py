@@ -8,6 +8,7 @@ LOG_NOUNS = (
     "block",
     "bridge",
     "catalog",
+    "chain",
     "checkpoint",
     "command",
     "connector",

@@ -297,6 +297,18 @@ class SnapshotsSettings(SettingsGroup, frozen=True):
     least_s: Seconds = 10.0
 
 
+class PublishSettings(SettingsGroup, frozen=True):
+    """What an engine publishes in its own words, beside the stream.
+
+    Attributes:
+        engine_events: vLLM's own KV events, where it publishes them, also tell of what lies in HOST, NVME and OBJECT.
+        ownership: the owner that such an event names for a block in objects; "": none, as if it lay in NVME.
+    """
+
+    engine_events: bool = False
+    ownership: str = "kvbm"
+
+
 class SamplesSettings(SettingsGroup, frozen=True):
     """Accesses told to whoever listens, for `kvbm-replay whatif`. `rate`: share of prompts, 0 to 1."""
 
@@ -608,16 +620,20 @@ class SourceSettings(SettingsGroup, frozen=True):
     """An engine that publishes KV events; the table's name is that of its instance.
 
     Attributes:
-        endpoint: where it publishes, tcp://host:port. With * for the host we listen there and the engine connects.
+        endpoint: where it publishes, tcp://host:port. With * for the host we listen there and the engine connects. Of
+            trtllm the address of trtllm-serve, http://host:port; of dynamo that of its NATS, nats://host:port. Of
+            sglang also http://host:port of its server, which says the rest, and its ranks.
         replay: where it is asked to send again, tcp://host:port; "" where it does not: then each lost message begins an
             epoch.
-        topic: what the topics of its messages begin with.
-        kind: "vllm" or "sglang".
+        topic: what the topics of its messages begin with; of dynamo the subject that its events are published on.
+        kind: "vllm", "sglang", "trtllm" or "dynamo".
+        worker: of dynamo, which worker's events count, by its number; 0: there is one alone on the subject.
+        health: of dynamo, a URL that answers while the worker lives; "": as long as its NATS does.
         model: as routers name it. tenant: whose prompts it serves; its secret is in `catalog.tenant_secrets` or their
             file.
         revision: of the weights; "" where it is not known.
         block_tokens: tokens of a block, so that routers know what the engine serves before its first event; 0: its
-            events say it.
+            events say it, which those of trtllm and dynamo do not.
         pool: name of the cluster pool in which EXTERNAL, or an `ownership` of this name, says that blocks lie; "" for
             none.
         topology: where the engine stands, outermost first.
@@ -632,7 +648,9 @@ class SourceSettings(SettingsGroup, frozen=True):
     endpoint: str = ""
     replay: str = ""
     topic: str = ""
-    kind: Literal["vllm", "sglang"] = "vllm"
+    kind: Literal["vllm", "sglang", "trtllm", "dynamo"] = "vllm"
+    worker: Annotated[int, Meta(ge=0)] = 0
+    health: str = ""
     model: str = ""
     tenant: str = ""
     revision: str = ""
@@ -689,6 +707,7 @@ class Settings(SettingsGroup, frozen=True):
     journal: JournalSettings = JournalSettings()
     nats: NatsSettings = NatsSettings()
     snapshots: SnapshotsSettings = SnapshotsSettings()
+    publish: PublishSettings = PublishSettings()
     samples: SamplesSettings = SamplesSettings()
     traces: TracesSettings = TracesSettings()
     catalog: CatalogSettings = CatalogSettings()

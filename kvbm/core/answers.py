@@ -9,13 +9,15 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from kvbm.core.ids import Namespace
+from kvbm.core.ids import MAX_NAME_BYTES, MAX_TEXT_BYTES, Namespace
 from kvbm.core.usage import UsageGap, UsageHour
 
 MAX_HASHES = 65_536
 MAX_TOKENS = 1 << 20
 MAX_INPUT_TOKENS = 1 << 24
 MAX_POSITIONS = 256
+MAX_MEDIA = 256  # of a prompt
+MOST_KEY_TEXT = 4096  # characters of a salt, an adapter's name or path, an identifier
 MAX_PEERS = 4
 MAX_LABELS = 16  # of a place
 MAX_LABEL = 128  # characters of each
@@ -39,6 +41,7 @@ Tokens = Annotated[
     list[Annotated[int, msgspec.Meta(extra_json_schema={"minimum": 0, "maximum": (1 << 32) - 1})]],
     msgspec.Meta(extra_json_schema={"maxItems": MAX_TOKENS}),
 ]
+KeyText = Annotated[str, msgspec.Meta(max_length=MOST_KEY_TEXT)]
 HashHex = Annotated[str, msgspec.Meta(pattern="^[0-9a-fA-F]{32}$", description="16 bytes as 32 hex digits")]
 
 
@@ -50,22 +53,44 @@ class PositionWanted(msgspec.Struct, frozen=True, kw_only=True):
     offset: Count
 
 
-class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class MediaAsked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An image, a sound or the like in a prompt of tokens.
+
+    Attributes:
+        identifier: what the engine knows it by, as vLLM's `mm_hashes` or the request's `multi_modal_uuids` have it.
+        offset: of its first token in the prompt. tokens: how many stand for it.
+    """
+
+    identifier: Annotated[str, msgspec.Meta(min_length=1, max_length=MOST_KEY_TEXT)]
+    offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKENS)]
+    tokens: Annotated[int, msgspec.Meta(ge=1, le=MAX_TOKENS)]
+
+
+class LookupRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Who has how much of this prefix? Give `hashes`, or `tokens` when the catalog knows the tenant's secret.
 
     Attributes:
         namespace: its id, or its fields.
         hashes: of the prompt's full blocks in order: a list, or one string of 32 digits each.
-        tokens: token ids of the prompt.
+        tokens: token ids of the prompt, those that stand for media among them.
+        model, tenant: with tokens and no namespace: of whichever namespaces have these.
+        salt: with tokens: the request's `cache_salt`. lora, lora_path: name and path of its adapter, as its engine has
+            them. media: in the order of the prompt.
         at_least: what the answer must have seen; it waits for that up to `timeout_s` seconds.
         timeout_s: for `at_least`.
         limit: at most this many instances are named, the best first.
         instances: only these are looked at; None for all.
     """
 
-    namespace: HashHex | Namespace
+    namespace: HashHex | Namespace | None = None
     hashes: Hashes | HashList | None = None
     tokens: Tokens | None = None
+    model: Annotated[str, msgspec.Meta(max_length=MAX_TEXT_BYTES)] = ""
+    tenant: Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)] = ""
+    salt: KeyText = ""
+    lora: KeyText = ""
+    lora_path: KeyText = ""
+    media: Annotated[list[MediaAsked], msgspec.Meta(max_length=MAX_MEDIA)] = []
     at_least: Annotated[list[PositionWanted], msgspec.Meta(max_length=MAX_POSITIONS)] = []
     timeout_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 1.0
     limit: Annotated[int, msgspec.Meta(ge=1, le=MAX_LIMIT)] = LIMIT
@@ -559,11 +584,13 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
         code: a constant for programs.
         message: what happened, in a sentence.
         what_to_do: by whoever asked.
+        matching: where a model may be any of several namespaces, their ids; else it is left out.
     """
 
     code: str
     message: str
     what_to_do: str
+    matching: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ErrorAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvbm.core.checksum import crc32c, joined_checksums
 from kvbm.core.codec import Frame, FrameBytes, ScannedFrame, decode_frame, encode_frame, scan_frames
+from kvbm.core.engine_chains import digest_hashes, engine_digests
 from kvbm.core.errors import FrameError
 from kvbm.core.events import MAX_RUN_BLOCKS, Event, EvictReason, MigrateCause, PoolStated, StopReason, UsageRecorded
 from kvbm.core.fold import FoldedFrame, TierBlocks
@@ -36,6 +37,20 @@ class DerivedHashes(Protocol):
     """Signature of `hashing.derived_hashes`."""
 
     def __call__(self, root: bytes, digests: Sequence[bytes]) -> bytes: ...
+
+
+class EngineDigests(Protocol):
+    """Signature of `engine_chains.engine_digests`."""
+
+    def __call__(
+        self, kind: str, tokens: Sequence[int] | np.ndarray, hash_tokens: int, begin: bytes, keys: Sequence[bytes] = ()
+    ) -> bytes: ...
+
+
+class DigestHashes(Protocol):
+    """Signature of `engine_chains.digest_hashes`."""
+
+    def __call__(self, root: bytes, digests: bytes, scale: int = 1, in_hex: bool = False) -> bytes: ...
 
 
 class Checksum(Protocol):
@@ -106,6 +121,8 @@ class Backend(NamedTuple):
     name: str
     sequence_hashes: SequenceHashes
     derived_hashes: DerivedHashes
+    engine_digests: EngineDigests
+    digest_hashes: DigestHashes
     crc32c: Checksum
     checksums: ChecksumRows
     joined_checksums: JoinedChecksums
@@ -156,6 +173,7 @@ class LedgerProtocol(Protocol):
         engine: str = "",
         version: str = "",
         recovered: Mapping[Tier, Sequence[Recovered]] | None = None,
+        attributes: Mapping[str, bytes] = ...,
     ) -> None: ...
     def restart(self, epoch: Epoch) -> Offset: ...
     def stop(self, reason: StopReason = StopReason.SHUTDOWN) -> None: ...
@@ -225,6 +243,8 @@ REFERENCE = Backend(
     "reference",
     sequence_hashes,
     derived_hashes,
+    engine_digests,
+    digest_hashes,
     crc32c,
     reference_checksums,
     joined_checksums,

@@ -13,9 +13,10 @@ import numpy as np
 from kvbm.core.answers import LookupAnswer, PositionWanted, RouteAnswer
 from kvbm.core.backend import SequenceHashes
 from kvbm.core.checks import kind_of
-from kvbm.core.errors import ArgumentTypeError
+from kvbm.core.errors import ArgumentTypeError, CatalogRefusedError
 from kvbm.core.hashing import check_hashable
 from kvbm.core.ids import Namespace
+from kvbm.core.prompt_tokens import PromptTokens
 
 
 class LookupMore(TypedDict, total=False):
@@ -116,3 +117,28 @@ class TokenQuestions(ABC):
         `more` is all that it takes else. Raises HashSchemeError: as `hashes`.
         """
         return self.route(namespace, self.hashes(namespace, secret, tokens), len(tokens), timeout_s=timeout_s, **more)
+
+    def lookup_prompt(
+        self, prompt: PromptTokens, timeout_s: float | None = None, **more: Unpack[LookupMore]
+    ) -> LookupAnswer:
+        """`lookup` of a prompt's tokens, hashed by the catalog: also where an engine has hashes of its own, as long as
+        it states how it makes them; `more` as it takes them.
+
+        Of a model with several KV groups, or with windows, depths are what all of them hold together.
+        Raises CatalogRefusedError: which namespace is meant, or how it hashes, is not known there; it says which are.
+        """
+        raise _of_parts()
+
+    def route_prompt(
+        self, prompt: PromptTokens, timeout_s: float | None = None, **more: Unpack[RouteMore]
+    ) -> RouteAnswer:
+        """`route` of a prompt's tokens, as `lookup_prompt` of them."""
+        raise _of_parts()
+
+
+def _of_parts() -> CatalogRefusedError:
+    return CatalogRefusedError(
+        "catalogs of parts do not join answers about tokens; ask each of them by itself, or hash the tokens here",
+        422,
+        "parts_take_hashes",
+    )

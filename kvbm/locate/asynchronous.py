@@ -26,6 +26,7 @@ from kvbm.core.backend import SequenceHashes
 from kvbm.core.errors import CatalogClosedError
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
+from kvbm.core.prompt_tokens import PromptTokens
 from kvbm.core.usage import UsageReport
 from kvbm.locate.async_transport import AsyncTransport
 from kvbm.locate.base import Catalog
@@ -107,6 +108,14 @@ class AsyncCatalog:
     ) -> RouteAnswer:
         """`route` of a prompt's tokens."""
         return await self._ask_long(self._catalog.route_tokens, namespace, secret, tokens, **more)
+
+    async def lookup_prompt(self, prompt: PromptTokens, **more: Any) -> LookupAnswer:
+        """`lookup` of a prompt's tokens, hashed by the catalog."""
+        return await self._ask_long(self._catalog.lookup_prompt, prompt, **more)
+
+    async def route_prompt(self, prompt: PromptTokens, **more: Any) -> RouteAnswer:
+        """`route` of a prompt's tokens, hashed by the catalog."""
+        return await self._ask_long(self._catalog.route_prompt, prompt, **more)
 
     async def block(self, namespace: Namespace | NamespaceId, block: bytes) -> BlockAnswer:
         """Who holds one block."""

@@ -26,6 +26,7 @@ from kvbm.core.answers import (
     RouteAnswer,
 )
 from kvbm.core.ids import InstanceId, Namespace, NamespaceId
+from kvbm.core.prompt_tokens import PromptTokens
 from kvbm.core.token_questions import LookupMore, RouteMore
 
 
@@ -218,6 +219,16 @@ class Catalog(Protocol):
         **more: Unpack[RouteMore],
     ) -> RouteAnswer:
         """`route` of a prompt's tokens."""
+
+    def lookup_prompt(
+        self, prompt: PromptTokens, timeout_s: float | None = None, **more: Unpack[LookupMore]
+    ) -> LookupAnswer:
+        """`lookup` of a prompt's tokens, hashed by the catalog."""
+
+    def route_prompt(
+        self, prompt: PromptTokens, timeout_s: float | None = None, **more: Unpack[RouteMore]
+    ) -> RouteAnswer:
+        """`route` of a prompt's tokens, hashed by the catalog."""
 
     def block(self, namespace: Namespace | NamespaceId, block: bytes) -> BlockAnswer:
         """Who holds one block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Unpack
 from urllib.parse import quote
 
 import msgspec
@@ -51,6 +51,7 @@ from kvbm.core.errors import (
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import HASH_BYTES, MAX_NAME_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.prompt_batches import PromptBatch
+from kvbm.core.prompt_tokens import PromptTokens, checked_prompt
 from kvbm.core.questions import (
     LATENCIES,
     PHASES,
@@ -66,7 +67,7 @@ from kvbm.core.questions import (
     id_of,
     named,
 )
-from kvbm.core.token_questions import TokenQuestions
+from kvbm.core.token_questions import LookupMore, RouteMore, TokenQuestions
 from kvbm.core.usage import UsageGap, UsageHour, UsageReport, parse_time
 from kvbm.core.watch_events import MAX_WATCHED_HASHES, WatchRequest
 from kvbm.locate.checkpoint import CHECKPOINT_QUIET_S, fetch_checkpoint
@@ -85,6 +86,16 @@ _MOST_NAME = 128  # characters of an instance's
 A = TypeVar("A", bound=msgspec.Struct)
 Q = TypeVar("Q", bound=LookupRequest)
 _Entry = TypeVar("_Entry")
+
+
+class PromptRouteMore(RouteMore, total=False):
+    """What may be said with a route of tokens.
+
+    Attributes:
+        remember: as in RouteRequest.
+    """
+
+    remember: bool
 
 
 class CatalogClient(TokenQuestions):
@@ -241,6 +252,30 @@ class CatalogClient(TokenQuestions):
             elsewhere=elsewhere,
         )
         return self._post("/v1/route", request, RouteAnswer, timeout_s, wait_s if at_least else 0.0)
+
+    def lookup_prompt(
+        self, prompt: PromptTokens, timeout_s: float | None = None, **more: Unpack[LookupMore]
+    ) -> LookupAnswer:
+        request = LookupRequest(**checked_prompt(prompt), **_asked_more(more))
+        wait_s = more.get("wait_s", 1.0) if more.get("at_least") else 0.0
+        return self._post("/v1/lookup", request, LookupAnswer, timeout_s, wait_s)
+
+    def route_prompt(
+        self, prompt: PromptTokens, timeout_s: float | None = None, **more: Unpack[PromptRouteMore]
+    ) -> RouteAnswer:
+        deadline_s, latency, phase = more.get("deadline_s"), more.get("latency", "standard"), more.get("phase", "both")
+        checked_word(latency, "latency", LATENCIES)
+        checked_word(phase, "phase", PHASES)
+        request = RouteRequest(
+            **checked_prompt(prompt),
+            **_asked_more(more),
+            latency=latency,
+            deadline_s=None if deadline_s is None else checked_seconds(deadline_s, "deadline_s"),
+            phase=phase,
+            remember=more.get("remember", True),
+        )
+        wait_s = more.get("wait_s", 1.0) if more.get("at_least") else 0.0
+        return self._post("/v1/route", request, RouteAnswer, timeout_s, wait_s)
 
     def lookup_many(
         self,
@@ -579,6 +614,16 @@ def _question(
         instances=checked_names(instances),
         **more,
     )
+
+
+def _asked_more(more: LookupMore | PromptRouteMore) -> dict[str, Any]:
+    """What every question may have, checked."""
+    return {
+        "at_least": checked_positions(more.get("at_least", ())),
+        "timeout_s": checked_wait(more.get("wait_s", 1.0)),
+        "limit": checked_limit(more.get("limit", LIMIT)),
+        "instances": checked_names(more.get("instances")),
+    }
 
 
 def _batch(

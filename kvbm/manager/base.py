@@ -151,7 +151,7 @@ class BlockManager:
         self._counters = Counters()
         self._revisioned, self._unused = options.revisioned or RevisionedNamespaces(all_may=True), tuple(options.unused)
         self._namespaces = UsedNamespaces(fields=self._revisioned.fields, begun_with=list(self._revisioned.fields))
-        self._samples = options.samples
+        self._samples, self._chain = options.samples, options.chain
         self._sampled_below = b"" if options.samples is None else options.samples.below
         self._disowners: list[Callable[[], None]] = []
         self._tracing = options.tracing
@@ -565,6 +565,7 @@ class BlockManager:
             ages=() if self._ages is None else tuple(self._ages.tiers()),
             object_blocks=0 if self.pools.object is None else self.pools.object.blocks,
             lent=None if self.lent is None else self.lent(),
+            chain=self._chain,
         )
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from kvbm.core.checks import check_text, checked_int, kind_of
 from kvbm.core.errors import ArgumentTypeError, ArgumentValueError, LedgerError, PoolError
 from kvbm.core.events import EvictReason, MigrateCause
 from kvbm.core.ids import HASH_BYTES, NamespaceId, SequenceHash, Tier, pack_slots, split_hashes, split_slots
-from kvbm.core.results import Copy, Match
+from kvbm.core.results import NOT_HELD, Copy, Match
 from kvbm.manager.acquiring import Acquiring, WantedRun
 from kvbm.manager.base import BlockManager
 from kvbm.manager.copies.copy_spans import copy_values
@@ -182,18 +182,33 @@ class EngineHbmManager(BlockManager):
 
     # -- asking, bringing, storing -------------------------------------------------------------------------------------
 
-    def holders(self, hashes: bytes, namespace: NamespaceId | None = None) -> bytes:
+    def holders(self, hashes: bytes, namespace: NamespaceId | None = None, objects: bool = False) -> bytes:
         """For each block the hottest own tier colder than HBM that holds it, one byte each, 0xFF where none does.
 
         Args:
             namespace: whose blocks count; None: everybody's.
-        Raises: ArgumentError: `hashes` is no packed run, or nobody has told of the namespace.
+            objects: what this instance has put into objects since `follow_objects` counts as OBJECT, where no own tier
+                holds it.
+        Raises: ArgumentError: `hashes` is no packed run, `objects` no bool, or nobody has told of the namespace.
         """
         check_run(hashes)
+        check_flag(objects, "objects")
         if namespace is not None:
             self._check_namespace(namespace)
         with self._lock:
-            return self._ledger.holders(hashes, Tier.HOST, namespace)
+            found = self._ledger.holders(hashes, Tier.HOST, namespace)
+            if not objects or NOT_HELD not in found:
+                return found
+            has = self._offloader.claims.has
+            return bytes(
+                Tier.OBJECT if tier == NOT_HELD and has(one) else tier
+                for one, tier in zip(split_hashes(hashes), found, strict=True)
+            )
+
+    def follow_objects(self) -> None:
+        """Remember which blocks are put into objects from now on, for `holders`."""
+        with self._lock:
+            self._offloader.claims.follow_blocks()
 
     @property
     def looks_beyond(self) -> bool:

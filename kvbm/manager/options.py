@@ -48,6 +48,7 @@ class ManagerOptions(NamedTuple):
         usage: how what tenants use is recorded; None: it is not.
         ages: follows what is recorded; None: nobody counts how old blocks become.
         tracing: makes spans of requests and copies; None: nobody wants them.
+        chain: how the engine hashes tokens, as heartbeats say it; b"": it does not say.
         unused: names of such tiers that are configured, to say what is not used for the others.
     """
 
@@ -73,3 +74,4 @@ class ManagerOptions(NamedTuple):
     ages: BlockAges | None = None
     tracing: Tracing | None = None
     usage: UsagePlan | None = None
+    chain: bytes = b""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
+from types import MappingProxyType
 
 import msgspec
 
@@ -149,6 +150,7 @@ class Ledger:
         engine: str = "",
         version: str = "",
         recovered: Mapping[Tier, Sequence[Recovered]] | None = None,
+        attributes: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
         """Begin an epoch: InstanceStarted, then a snapshot of what durable tiers have kept.
 
@@ -156,6 +158,7 @@ class Ledger:
 
         Args:
             recovered: blocks in the order they are to be listed, which is the order they count as used in.
+            attributes: as in InstanceStarted.
 
         Raises: LedgerError: the ledger has started already, or a recovered slot does not exist.
         """
@@ -168,6 +171,7 @@ class Ledger:
             topology=tuple(topology),
             engine=engine,
             version=version,
+            attributes=dict(attributes),
         )
         self._recorder.begin(started)
         self._started = started

@@ -147,6 +147,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
             does not say it.
         object_blocks: of one object of its object pool; 0: it has none, or is of a kvbm that does not say it.
         lent: what its process has lent; None: it lends nothing, or is of a kvbm that does not say it.
+        chain: how its engine hashes tokens, as `core.chain_statement` has it; b"": it does not say.
     """
 
     instance: InstanceId
@@ -172,6 +173,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     object_blocks: int = 0
     ages: tuple[TierAges, ...] = ()
     lent: LentCounts | None = None
+    chain: bytes = b""
 
 
 class Notice(msgspec.Struct, frozen=True, kw_only=True):

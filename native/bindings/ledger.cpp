@@ -181,10 +181,10 @@ class PythonLedger {
   bool overflowed() const { return ledger_.has_overflowed(); }
 
   void start(std::uint64_t epoch, nb::handle namespaces, nb::handle topology, nb::handle engine, nb::handle version,
-             nb::handle recovered) {
+             nb::handle recovered, nb::handle attributes) {
     translated([&] {
       const StartedWith with{nb::tuple(nb::borrow(namespaces)), nb::tuple(nb::borrow(topology)), nb::borrow(engine),
-                             nb::borrow(version)};
+                             nb::borrow(version), nb::handle(reinterpret_cast<PyObject*>(&PyDict_Type))(attributes)};
       const nb::object blob = started_blob(epoch, with);
       std::array<std::vector<Recovered>, kTierCount> by_tier;
       if (!recovered.is_none()) {
@@ -418,16 +418,18 @@ class PythonLedger {
  private:
   // What `start` was given for the InstanceStarted of its epoch, and of each later one.
   struct StartedWith {
-    nb::tuple namespaces;              // known at the start
-    nb::tuple topology;                // where the instance stands
-    nb::object engine = nb::str("");   // who embeds it
-    nb::object version = nb::str("");  // kvbm's
+    nb::tuple namespaces;                // known at the start
+    nb::tuple topology;                  // where the instance stands
+    nb::object engine = nb::str("");     // who embeds it
+    nb::object version = nb::str("");    // kvbm's
+    nb::object attributes = nb::dict();  // what else is said of the instance; a copy
   };
 
   nb::object started_blob(std::uint64_t epoch, const StartedWith& with) const {
-    return classes_->encode_started(classes_->started(
-        nb::arg("epoch") = epoch, nb::arg("pools") = pools_, nb::arg("namespaces") = with.namespaces,
-        nb::arg("topology") = with.topology, nb::arg("engine") = with.engine, nb::arg("version") = with.version));
+    return classes_->encode_started(
+        classes_->started(nb::arg("epoch") = epoch, nb::arg("pools") = pools_, nb::arg("namespaces") = with.namespaces,
+                          nb::arg("topology") = with.topology, nb::arg("engine") = with.engine,
+                          nb::arg("version") = with.version, nb::arg("attributes") = with.attributes));
   }
 
   SharedErrors errors_;          // what a thrown Error becomes
@@ -468,7 +470,8 @@ void bind_ledger(nb::module_& module, const SharedErrors& errors) {
       .def_prop_ro("stopped", &PythonLedger::stopped)
       .def_prop_ro("overflowed", &PythonLedger::overflowed)
       .def("start", &PythonLedger::start, nb::arg("epoch"), nb::arg("namespaces") = none, nb::arg("topology") = none,
-           nb::arg("engine") = "", nb::arg("version") = "", nb::arg("recovered") = nb::none())
+           nb::arg("engine") = "", nb::arg("version") = "", nb::arg("recovered") = nb::none(),
+           nb::arg("attributes") = nb::dict())
       .def("restart", &PythonLedger::restart, nb::arg("epoch"))
       .def("stop", &PythonLedger::stop, nb::arg("reason") = classes->stop_shutdown)
       .def("record_usage", &PythonLedger::record_usage, nb::arg("usage"))

@@ -65,6 +65,7 @@ NB_MODULE(_native, module) {
   bind_checksum(module, errors);
   bind_limits(module);
   bind_event(module);
+  bind_engine_chains(module, errors);
   bind_hashing(module, errors);
   bind_codec(module, errors);
   bind_scan(module, errors);

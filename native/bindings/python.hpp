@@ -228,6 +228,7 @@ inline bool is_true(nb::handle value) {
 void bind_checksum(nb::module_& module, const SharedErrors& errors);
 void bind_limits(nb::module_& module);
 void bind_event(nb::module_& module);
+void bind_engine_chains(nb::module_& module, const SharedErrors& errors);
 void bind_hashing(nb::module_& module, const SharedErrors& errors);
 void bind_codec(nb::module_& module, const SharedErrors& errors);
 void bind_scan(nb::module_& module, const SharedErrors& errors);

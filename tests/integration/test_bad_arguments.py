@@ -125,6 +125,7 @@ BAD: dict[str, list[Bad]] = {
         ([(SPACE.id, CREATED), (SPACE.id, CREATED[:-1])], VALUE),
     ],
     "is_whole": [(None, TYPE), (1, TYPE), ("yes", TYPE)],
+    "objects": [(None, TYPE), (1, TYPE), ("yes", TYPE)],
     "expected": [
         (1, TYPE),
         ((1, 1.0), TYPE),
@@ -226,7 +227,7 @@ def owning(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
             {
                 "engine_stored": chain,
                 "engine_removed": {"hashes": CREATED, "reason": EvictReason.CAPACITY},
-                "holders": {"hashes": CREATED, "namespace": SPACE.id},
+                "holders": {"hashes": CREATED, "namespace": SPACE.id, "objects": False},
                 "begin_acquire": run | {"wait_s": 0.0, "first": 0, "is_whole": False, "expected": None, "trace": ""},
                 "begin_find": {"runs": [(SPACE.id, CREATED)]},
                 "storable": {"namespace": SPACE.id, "start": 0, "count": 1},

@@ -316,6 +316,20 @@ def test_objects_of_several_blocks_follow_the_chain_through_chunks(tmp_path: Pat
         assert one.hits(1, 9) == {Tier.HOST: 8}
 
 
+@BOTH_CORES
+def test_blocks_in_objects_are_among_the_holders_for_who_asks_for_them(tmp_path: Path, core: str) -> None:
+    with engine(tmp_path, objects=memory_objects(BLOCK_BYTES), core=core, pools__nvme__slots=0) as one:
+        one.manager.follow_objects()
+        one.store(1, 6)
+        assert one.manager.settle(WAIT_S)
+        assert one.manager.stats().offloaded_blocks[Tier.OBJECT] == 6
+        chain = hashes_of(1, 7)
+        assert one.manager.holders(chain, objects=True) == bytes([Tier.HOST] * 6) + b"\xff"
+        one.empty_host()
+        assert one.manager.holders(chain) == b"\xff" * 7
+        assert one.manager.holders(chain, objects=True) == bytes([Tier.OBJECT] * 6) + b"\xff"
+
+
 def look(manager: EngineHbmManager) -> None:
     pod = manager.pools.pod
     assert isinstance(pod, PodFolder)

@@ -145,10 +145,10 @@ def test_an_engine_whose_pool_cannot_be_used_starts_without_it(tmp_path: Path, t
         elif trouble == "no file":
             path.mkdir()
         with refused_soon():
-            manager = opened.enter_context(_opened(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES, None))
+            manager = opened.enter_context(_opened(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES, None, None))
         assert Tier.NVME not in manager.pools.slots
     if trouble == "in use":
-        with _opened(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES, None) as manager:
+        with _opened(load_settings(flags=flags), [NAMESPACE], BLOCK_BYTES, None, None) as manager:
             assert manager.pools.slots[Tier.NVME].slots == 8
 
 

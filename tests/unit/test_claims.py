@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import BlocksEvicted, EvictReason
-from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier
+from kvbm.core.ids import HASH_BYTES, NamespaceId, Tier, split_hashes
 from kvbm.manager.objects.claims import Claimed, ObjectClaims
+from kvbm.manager.objects.own_claims import OwnClaims
 from kvbm.pools.stores.memory import MemoryStore
 from kvbm.streams.base import ORIGIN
 from kvbm.streams.memory import MemoryLog
@@ -97,3 +98,17 @@ def test_who_puts_objects_withdraws_claims_of_those_that_are_gone_in_runs() -> N
     store.objects.clear()
     assert manager.acquire(NAMESPACE.id, hashes_of(2, 2 * K)).depth == 2 * K  # from HOST
     manager.close()
+
+
+def test_own_claims_that_are_followed_know_each_block_of_their_objects_until_one_is_gone() -> None:
+    claims = OwnClaims(blocks=2, most=2)
+    claims.add(hashes_of(1, 2))
+    claims.follow_blocks()
+    first, second, third = (split_hashes(hashes_of(prompt, 2)) for prompt in (2, 3, 4))
+    claims.add(b"".join(first + second))
+    assert [claims.has(block) for block in first + second] == [True] * 4
+    assert not claims.has(split_hashes(hashes_of(1, 1))[0])
+    claims.drop(b"".join(second))
+    assert [claims.has(block) for block in first + second] == [True, True, False, False]
+    claims.add(b"".join(second + third))  # the first is beyond what is remembered
+    assert [claims.has(block) for block in first + second + third] == [False, False, True, True, True, True]

@@ -103,18 +103,46 @@ def test_of_a_long_prompt_that_is_known_only_what_is_new_is_kept() -> None:
     events.learn(ours(*range(1, 10)), events.run_of(request(10), GROUP, 1, 10))
     (told,) = events.take()
     assert told == ToldBlocks(events.run_of(request(10), GROUP, 9, 10), 0, 1, Tier.HOST, True)
-    assert sum(len(run.tokens) for run in {id(known.run): known.run for known in events._known.values()}.values()) <= 64
+    assert sum(len(run.tokens) for run in events._runs.values()) <= 64
 
 
-def test_objects_are_not_told_of() -> None:
+def test_objects_are_told_of_as_such() -> None:
     tiers, run = Tiers(), GroupRun.of(request(2), GROUP, 0, 2)
     events = TierEvents(tiers.holders)
     tiers.put(Tier.NVME, 0)
     tiers.put(Tier.OBJECT, 1)
     events.learn(ours(0, 1), run)
-    assert events.take() == [ToldBlocks(run, 0, 1, Tier.NVME, True)]
+    assert events.take() == [ToldBlocks(run, 0, 1, Tier.NVME, True), ToldBlocks(run, 1, 2, Tier.OBJECT, True)]
     tiers.put(Tier.OBJECT, 0)
-    assert events.take() == [ToldBlocks(run, 0, 1, Tier.NVME, False)]
+    assert events.take() == [ToldBlocks(run, 0, 1, Tier.OBJECT, True), ToldBlocks(run, 0, 1, Tier.NVME, False)]
+
+
+def test_objects_are_told_of_as_the_engines_own_where_listeners_know_no_owners() -> None:
+    tiers, run = Tiers(), GroupRun.of(request(2), GROUP, 0, 2)
+    events = TierEvents(tiers.holders, objects_as=Tier.NVME)
+    tiers.put(Tier.NVME, 0)
+    tiers.put(Tier.OBJECT, 1)
+    events.learn(ours(0, 1), run)
+    assert events.take() == [ToldBlocks(run, 0, 2, Tier.NVME, True)]
+    tiers.put(Tier.OBJECT, 0)
+    assert events.take() == []  # who listens has it under the same word
+    tiers.clear()
+    assert events.take() == [ToldBlocks(run, 0, 2, Tier.NVME, False)]
+    assert not events._known and not events._runs and not events._copies
+
+
+def test_what_a_run_had_is_let_go_with_its_last_block() -> None:
+    tiers, run = Tiers(), GroupRun.of(request(3), GROUP, 0, 3)
+    events = TierEvents(tiers.holders)
+    tiers.put(Tier.HOST, 0, 1)
+    events.learn(ours(0, 1, 1), run)  # the third is the second again, and the fourth of no matter
+    events.take()
+    del tiers[ours(0)]
+    events.take()
+    assert len(events._runs) == 1
+    del tiers[ours(1)]
+    events.take()
+    assert not events._runs and not events._left and not events._known
 
 
 def test_all_are_looked_at_in_turn(monkeypatch: Any) -> None:

@@ -112,6 +112,11 @@ class CandidateSets(Generic[C]):
         self.refresh()
         return namespace in self._by_namespace
 
+    def is_run(self, namespace: Namespace) -> bool:
+        """Whether a live instance runs a namespace's model."""
+        self.refresh()
+        return bool(self._by_model.get(model_of(namespace)))
+
     def refresh(self) -> None:
         """Take note of what has changed since the last time."""
         known = self._declarations.known_namespaces

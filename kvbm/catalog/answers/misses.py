@@ -208,6 +208,13 @@ class Misses:
         shown = found or dict(islice(newest.items(), _LOOKED_AT))
         return [_near(asked, name, known) for name, known in shown.items()]
 
+    def of_model(self, caller: Caller, model: str, most: int) -> list[Namespace]:
+        """The namespaces of a model that the caller may know of, at most so many, those that became known last."""
+        if caller.sees_all:
+            by_id = self._declarations.known_namespaces.by_id
+            return [by_id[name] for name in self._of_model(model)[-most:]]
+        return [known for known in self._visibility.newest(caller, most).values() if known.model == model]
+
     def _of_model(self, model: str) -> list[NamespaceId]:
         known = self._declarations.known_namespaces
         if known.removals != self._removals_seen:

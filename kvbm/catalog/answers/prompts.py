@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -27,10 +28,13 @@ class ApiError(Exception):
             size.
     """
 
-    def __init__(self, status: int, code: str, message: str, what_to_do: str) -> None:
+    def __init__(self, status: int, code: str, message: str, what_to_do: str, matching: Sequence[str] = ()) -> None:
+        """Args: matching: as in ErrorDetail."""
         super().__init__(message)
         self.status = status
-        self.answer = ErrorAnswer(error=ErrorDetail(code=code, message=message, what_to_do=what_to_do))
+        told = list(matching) if matching else msgspec.UNSET
+        detail = ErrorDetail(code=code, message=message, what_to_do=what_to_do, matching=told)
+        self.answer = ErrorAnswer(error=detail)
         self.refused = "too_large" if code.startswith("too_many_") else _REFUSED.get(code, "")
 
 
@@ -47,14 +51,21 @@ def decode_prompt(body: bytes | bytearray, kind: type[R], read: ReadNumberList) 
 
 
 def without_prompt(asked: R) -> R:
-    """The request without its hashes and tokens, which are many; a route says how many tokens there were."""
-    if isinstance(asked, RouteRequest) and asked.tokens is not None:
-        return msgspec.structs.replace(asked, input_tokens=len(asked.tokens), hashes=None, tokens=None)
-    return msgspec.structs.replace(asked, hashes=None, tokens=None)
+    """The request without its hashes and tokens, which are many, and what else belongs to these; a route says how many
+    tokens there were.
+    """
+    bare = msgspec.structs.replace(asked, hashes=None, tokens=None, salt="", lora="", lora_path="", media=[])
+    if isinstance(bare, RouteRequest) and asked.tokens is not None:
+        return msgspec.structs.replace(bare, input_tokens=len(asked.tokens))
+    return bare
 
 
 def asked_namespace(asked: LookupRequest) -> Namespace | NamespaceId:
-    """The namespace as it is asked for: its fields, or its id."""
+    """The namespace as it is asked for: its fields, or its id. Raises ApiError: there is none."""
+    if asked.namespace is None:
+        raise ApiError(
+            422, "namespace_missing", "hashes are given, and no namespace", "give its id or its fields, as namespace"
+        )
     return asked.namespace if isinstance(asked.namespace, Namespace) else NamespaceId(bytes.fromhex(asked.namespace))
 
 

@@ -20,6 +20,7 @@ from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.lag import Confirmation
 from kvbm.catalog.follow.sequencer import Sequencer
 from kvbm.catalog.follow.snapshots import SnapshotRequests
+from kvbm.catalog.follow.stated_chains import StatedChains
 from kvbm.catalog.index.lenders import Lenders, WantedPeers
 from kvbm.catalog.index.lent_blocks import LentBlocks
 from kvbm.catalog.index.lookup import left_out, locate, presence
@@ -33,6 +34,7 @@ from kvbm.config.settings import RoutingSettings
 from kvbm.core.answers import (
     LIMIT,
     MAX_INSTANCES,
+    MAX_LIMIT,
     MAX_PEERS,
     BlockAnswer,
     BlockHolder,
@@ -267,6 +269,28 @@ class Queries:
         """As `lookup.left_out`, of a prompt that is routed."""
         key, may_know = self._keyed(asked, caller)[0], partial(self.visibility.instance, caller)
         return left_out(self._index, self._liveness, key, task.hashes, limit, only, may_know)
+
+    # -- prompts of several KV groups ----------------------------------------------------------------------------------
+
+    def held(
+        self, asked: Namespace | NamespaceId, hashes: bytes, caller: Caller, only: Sequence[InstanceId] | None
+    ) -> PresenceAnswer:
+        """As `presence`, of as many instances as can be, without a reason where nothing is found."""
+        key, shown = self._keyed(asked, caller)
+        return presence(self._index, key, hashes, MAX_LIMIT, only, shown, self.view_age_s(), self._backlog.behind)
+
+    @property
+    def chains(self) -> StatedChains:
+        """How engines hash tokens."""
+        return self._sequencer.chains
+
+    def is_served(self, namespace: Namespace) -> bool:
+        """Whether a live instance runs a namespace's model."""
+        return self._candidates.is_run(namespace)
+
+    def cluster_pools(self, instance: InstanceId) -> set[str]:
+        """The pools of cluster reach that an instance uses, by name."""
+        return {pool.name for pool in self._pools_of(instance) if pool.reach is Reach.CLUSTER and pool.name}
 
     def forget(self, instance: InstanceId) -> None:
         """Nothing was routed to the instance, and it lends nothing."""

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvbm.catalog.access.callers import EMBEDDED, Caller
+from kvbm.catalog.answers.groups_together import RouteAsk, rank_together
 from kvbm.catalog.answers.prompts import ApiError, id_of
 from kvbm.catalog.answers.queries import Queries
+from kvbm.catalog.answers.token_prompts import PromptBlocks
 from kvbm.catalog.routing.router import CandidateNumbers, Ranking, RoutingTask
 from kvbm.core.answers import LIMIT, MOST_LOAD_S, CandidateLoad, MissedAnswer, RouteAnswer
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
@@ -59,6 +61,7 @@ def routed(
     only: Sequence[InstanceId] | None = None,
     remember: bool = True,
     elsewhere: CandidateLoad | None = None,
+    prompt: PromptBlocks | None = None,
 ) -> RouteAnswer:
     """The answer to it; the best is noted as chosen. Raises NobodyServesError.
 
@@ -66,13 +69,18 @@ def routed(
         namespace: as the caller has given it.
         only: instances to look at; None for all.
         remember, elsewhere: as in RouteRequest.
+        prompt: where several groups are answered together; None: what the task says is all there is.
     """
     others = None
     if (
         elsewhere is not None and caller.sees_all
     ):  # else it could be tried out which of them changes the order, and so what waits where
         others = CandidateNumbers(elsewhere.least_s, elsewhere.recent_s, elsewhere.candidates, elsewhere.lent)
-    ranking = queries.route(task, fields, namespace, caller, limit, only, remember, others)
+    if prompt is not None and prompt.groups:
+        ask = RouteAsk(queries, fields, namespace, caller, limit)
+        ranking = rank_together(queries, prompt, ask, task, only, remember, others)
+    else:
+        ranking = queries.route(task, fields, namespace, caller, limit, only, remember, others)
     left_out = queries.left_out(task, namespace, caller, limit, only)
     missed = None
     if not any(one.depth for one in ranking.best) or not queries.misses.knows(caller, namespace):  # it may hold it soon

@@ -27,7 +27,8 @@ except ImportError:
 from kvbm.catalog.access.callers import Access, Caller
 from kvbm.catalog.access.judge import PASSED, allowed
 from kvbm.catalog.access.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Limited, Limits, MeteredExchange
-from kvbm.catalog.answers.prompts import HEX_DIGITS, ApiError, asked_namespace, bad_hash, without_prompt
+from kvbm.catalog.answers.prompts import HEX_DIGITS, ApiError, bad_hash, without_prompt
+from kvbm.catalog.answers.token_prompts import PromptBlocks
 from kvbm.catalog.edge.checkpoint_response import CheckpointResponse
 from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
 from kvbm.catalog.edge.feed_response import FeedResponse
@@ -61,7 +62,7 @@ from kvbm.core.answers import (
     SnapshotAnswer,
     UsageAnswer,
 )
-from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, SequenceHash
 from kvbm.core.prompt_batches import CONTENT_TYPE as BATCHES
 from kvbm.core.usage import time_text
 from kvbm.streams.base import Position
@@ -143,27 +144,27 @@ class _Api(HistoryHandlers):
     async def lookup(self, request: Request) -> Response:
         if _is_binary(request):
             return await self._batch(request, LookupRequest)
-        asked, namespace, hashes = await self._prompt(request, LookupRequest)
-        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes, _trace(request)))
+        asked, prompt = await self._prompt(request, LookupRequest)
+        return _encoded(self._answers.lookup(_caller(request), asked, prompt, _trace(request)))
 
     async def presence(self, request: Request) -> Response:
         if _is_binary(request):
             return await self._batch(request, PresenceRequest)
-        asked, namespace, hashes = await self._prompt(request, PresenceRequest)
-        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes, _trace(request)))
+        asked, prompt = await self._prompt(request, PresenceRequest)
+        return _encoded(self._answers.lookup(_caller(request), asked, prompt, _trace(request)))
 
     async def find(self, request: Request) -> Response:
         if _is_binary(request):
             return await self._batch(request, FindRequest)
-        asked, namespace, hashes = await self._prompt(request, FindRequest)
-        return _encoded(self._answers.lookup(_caller(request), asked, namespace, hashes, _trace(request)))
+        asked, prompt = await self._prompt(request, FindRequest)
+        return _encoded(self._answers.lookup(_caller(request), asked, prompt, _trace(request)))
 
     async def route(self, request: Request) -> Response:
         if _is_binary(request):
             return await self._batch(request, RouteRequest)
-        asked, namespace, hashes = await self._prompt(request, RouteRequest)
+        asked, prompt = await self._prompt(request, RouteRequest)
         key = _exchange(request).key
-        return _encoded(self._answers.route(_caller(request), key, asked, namespace, hashes, _trace(request)))
+        return _encoded(self._answers.route(_caller(request), key, asked, prompt, _trace(request)))
 
     async def watch(self, request: Request) -> Response:
         body = await _body(request)
@@ -335,8 +336,8 @@ class _Api(HistoryHandlers):
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def _prompt(self, request: Request, kind: type[R]) -> tuple[R, Namespace | NamespaceId, bytes]:
-        """The request, its namespace and the packed hashes of its prompt, once the index has seen what it must have."""
+    async def _prompt(self, request: Request, kind: type[R]) -> tuple[R, PromptBlocks]:
+        """The request, and its prompt as the index is asked for it, once that has seen what it must have."""
         caller = _caller(request)
         body = await _body(request)
         exchange = _exchange(request)
@@ -349,16 +350,18 @@ class _Api(HistoryHandlers):
             del body, exchange.body  # a wait holds nothing large
             self._answers.check_ready(caller)
             if asked.tokens is not None and len(asked.tokens) > THREAD_TOKENS:
-                hashes = await asyncio.to_thread(self._answers.hashing(caller, asked))
+                prompt = await asyncio.to_thread(self._answers.hashing(caller, asked))
             else:
-                hashes = self._answers.hashing(caller, asked)()
+                prompt = self._answers.hashing(caller, asked)()
             asked = without_prompt(asked)
         if asked.at_least:
-            exchange.hold(len(hashes))  # of tokens, hashes may be larger than the body
+            exchange.hold(
+                len(prompt.hashes) + sum(len(one.hashes) for one in prompt.groups)
+            )  # of tokens, hashes may be larger than the body
             with exchange.waiting():
                 await self._wait(caller, asked)
         self._judge_again(request)
-        return asked, asked_namespace(asked), hashes
+        return asked, prompt
 
     async def _batch(self, request: Request, kind: type[LookupRequest]) -> Response:
         """Several prompts in the binary form."""

@@ -19,7 +19,7 @@ from kvbm.catalog.access.limits import (
     Limits,
     cost_of,
 )
-from kvbm.catalog.answers.prompts import ApiError, asked_namespace, without_prompt
+from kvbm.catalog.answers.prompts import ApiError, without_prompt
 from kvbm.catalog.edge.prompt_answers import PromptAnswers
 from kvbm.core import prompt_batches
 from kvbm.core.answers import FindRequest, LookupRequest, PresenceRequest, RouteRequest
@@ -163,8 +163,7 @@ class FastPath:
         if asked.at_least:
             return None
         self._answers.check_ready(caller)
-        hashes = self._answers.hashing(caller, asked)()
-        namespace = asked_namespace(asked)
+        prompt = self._answers.hashing(caller, asked)()
         if isinstance(asked, RouteRequest):
-            return self._answers.route(caller, key, without_prompt(asked), namespace, hashes, question.trace)
-        return self._answers.lookup(caller, asked, namespace, hashes, question.trace)
+            return self._answers.route(caller, key, without_prompt(asked), prompt, question.trace)
+        return self._answers.lookup(caller, asked, prompt, question.trace)

@@ -300,6 +300,12 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
         "Namespaces that instances named and that are not kept: there are too many.",
         lambda at: at.sequencer.counters.namespaces_refused,
     ),
+    MetricRow(
+        "chains_refused",
+        COUNTER,
+        "Statements of instances on how they hash tokens that could not be used.",
+        lambda at: at.sequencer.chains.refused,
+    ),
     MetricRow("audits", COUNTER, "Passes of the audit over the whole index.", lambda at: at.upkeep.audits),
     MetricRow(
         "rows_read_again",

@@ -13,13 +13,14 @@ import msgspec
 from prometheus_client import Histogram
 
 from kvbm.catalog.access.callers import Caller
-from kvbm.catalog.answers.prompts import ApiError, asked_namespace, bad_tokens, decode_prompt, id_of, packed_hashes
+from kvbm.catalog.answers.groups_together import lookup_together
+from kvbm.catalog.answers.prompts import ApiError, asked_namespace, decode_prompt, id_of, packed_hashes
 from kvbm.catalog.answers.routed import routed, routing_task
+from kvbm.catalog.answers.token_prompts import PromptBlocks, TokenPrompts
 from kvbm.catalog.service import CatalogService
 from kvbm.core import prompt_batches
-from kvbm.core.answers import MAX_HASHES, MAX_TOKENS, FindRequest, LookupRequest, PresenceRequest, RouteRequest
-from kvbm.core.errors import HashSchemeError, LayoutError
-from kvbm.core.hashing import check_hashable
+from kvbm.core.answers import FindRequest, LookupRequest, PresenceRequest, RouteRequest
+from kvbm.core.errors import LayoutError
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.prompt_batches import PromptBatch
 from kvbm.telemetry.metrics import CatalogMetrics
@@ -63,6 +64,7 @@ class PromptAnswers:
     def __init__(self, service: CatalogService, metrics: CatalogMetrics) -> None:
         self._service, self._metrics = service, metrics
         self._visible = service.queries.visibility
+        self._tokens = TokenPrompts(service.queries, self._secret_of, service.backend)
         self._tracing = service.settings.tracing
 
     def check_ready(self, caller: Caller) -> None:
@@ -75,23 +77,31 @@ class PromptAnswers:
         """The request in a body; it may be called in another thread. Raises ApiError, LimitError: there is none."""
         return decode_prompt(body, kind, self._service.backend.read_number_list)
 
-    def hashing(self, caller: Caller, asked: LookupRequest) -> Callable[[], bytes]:
-        """What makes the packed hashes of the prompt; it may be called in another thread."""
+    def hashing(self, caller: Caller, asked: LookupRequest) -> Callable[[], PromptBlocks]:
+        """What makes the hashes of the prompt; it may be called in another thread."""
         if (asked.hashes is None) == (asked.tokens is None):
             raise ApiError(
                 422, "hashes_or_tokens", "give either hashes or tokens", "hashes need no secret: prefer them"
             )
         if asked.tokens is not None:
-            return self._hashing_of_tokens(caller, asked, asked.tokens)
-        given = asked.hashes or ""
-        return lambda: packed_hashes(given)
+            if isinstance(asked, PresenceRequest | FindRequest) and asked.namespace is None:
+                raise ApiError(422, "namespace_missing", "no namespace is given", "give its id or its fields")
+            return self._tokens.hashing(caller, asked, asked.tokens)
+        if asked.model or asked.salt or asked.lora or asked.lora_path or asked.media:
+            raise ApiError(
+                422,
+                "tokens_missing",
+                "model, salt, lora, lora_path and media go with tokens, and hashes are given",
+                "leave them out: hashes have them already",
+            )
+        given, namespace = asked.hashes or "", asked_namespace(asked)
+        return lambda: PromptBlocks(namespace, packed_hashes(given))
 
     def lookup(
         self,
         caller: Caller,
         asked: LookupRequest,
-        namespace: Namespace | NamespaceId,
-        hashes: bytes,
+        prompt: PromptBlocks,
         trace: str = "",
     ) -> bytes:
         """Who has how much of a prompt; where presence is asked for, who has which of its blocks, and of a find, what
@@ -101,16 +111,18 @@ class PromptAnswers:
             asked: its hashes and tokens are not looked at.
             trace: the question's `traceparent`; "" for none.
         """
-        with self._traced(type(asked), trace, caller, namespace, hashes):
-            return self._lookup(caller, asked, namespace, hashes)
+        with self._traced(type(asked), trace, caller, prompt.namespace, prompt.hashes):
+            return self._lookup(caller, asked, prompt)
 
-    def _lookup(self, caller: Caller, asked: LookupRequest, namespace: Namespace | NamespaceId, hashes: bytes) -> bytes:
+    def _lookup(self, caller: Caller, asked: LookupRequest, prompt: PromptBlocks) -> bytes:
         begin_s, queries = time.perf_counter(), self._service.queries
-        question = (namespace, hashes, caller, asked.limit, _only(asked))
+        question = (prompt.namespace, prompt.hashes, caller, asked.limit, _only(asked))
         if isinstance(asked, FindRequest):
             answer = _encode(queries.find(*question, asked.first, asked.asker, asked.topology))
         elif isinstance(asked, PresenceRequest):
             answer = _encode(queries.presence(*question))
+        elif prompt.groups:
+            answer = _encode(lookup_together(queries, prompt, caller, asked.limit, _only(asked)))
         else:
             answer = _encode(queries.lookup(*question))
         self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
@@ -121,8 +133,7 @@ class PromptAnswers:
         caller: Caller,
         key: str,
         asked: RouteRequest,
-        namespace: Namespace | NamespaceId,
-        hashes: bytes,
+        prompt: PromptBlocks,
         trace: str = "",
     ) -> bytes:
         """Where to send a prompt. Arguments as `lookup`.
@@ -130,24 +141,22 @@ class PromptAnswers:
         Args:
             key: of the caller, whose routes are remembered together.
         """
-        with self._traced(RouteRequest, trace, caller, namespace, hashes):
-            return self._route(caller, key, asked, namespace, hashes)
+        with self._traced(RouteRequest, trace, caller, prompt.namespace, prompt.hashes):
+            return self._route(caller, key, asked, prompt)
 
-    def _route(
-        self, caller: Caller, key: str, asked: RouteRequest, namespace: Namespace | NamespaceId, hashes: bytes
-    ) -> bytes:
+    def _route(self, caller: Caller, key: str, asked: RouteRequest, prompt: PromptBlocks) -> bytes:
         begin_s = time.perf_counter()
         if asked.input_tokens is None:
             raise ApiError(
                 422, "input_tokens_missing", "input_tokens is not given", "say how long the prompt is, in tokens"
             )
-        queries = self._service.queries
+        queries, namespace, only = self._service.queries, prompt.namespace, _only(asked)
         fields = self._fields(caller, namespace)
         task = routing_task(
-            namespace, fields, hashes, asked.input_tokens, key, asked.latency, asked.deadline_s, asked.phase
+            namespace, fields, prompt.hashes, asked.input_tokens, key, asked.latency, asked.deadline_s, asked.phase
         )
         answer = _encode(
-            routed(queries, task, fields, namespace, caller, asked.limit, _only(asked), asked.remember, asked.elsewhere)
+            routed(queries, task, fields, namespace, caller, asked.limit, only, asked.remember, asked.elsewhere, prompt)
         )
         self._metrics.route_s.observe(time.perf_counter() - begin_s)
         return answer
@@ -257,55 +266,11 @@ class PromptAnswers:
         """
         return namespace if isinstance(namespace, Namespace) else self._visible.fields(caller, namespace)
 
-    def _hashing_of_tokens(self, caller: Caller, asked: LookupRequest, tokens: list[int]) -> Callable[[], bytes]:
-        if len(tokens) > MAX_TOKENS:
-            raise ApiError(
-                422, "too_many_tokens", f"{len(tokens)} tokens; at most {MAX_TOKENS} are taken", "give fewer"
-            )
-        namespace = asked_namespace(asked)
-        fields = self._fields(caller, namespace)
-        if fields is None:
-            raise ApiError(
-                422,
-                "namespace_unknown",
-                f"no instance has told the fields of namespace {id_of(namespace).hex()}",
-                "give the namespace's fields instead of its id, or hashes instead of tokens",
-            )
-        try:
-            check_hashable(fields)
-        except HashSchemeError as error:
-            message, _, remedy = str(error).partition("; ")
-            raise ApiError(422, "scheme_not_hashable", message, remedy) from None
-        if caller.sees_all or fields.tenant in (caller.tenants or ()):
-            secret = self._service.secrets.get(fields.tenant, None if fields.tenant else "")
-        else:
-            secret = _NO_SECRET  # hashed as others are, and found nowhere: whose secrets are known here is not told
-        if secret is None:
-            raise ApiError(
-                422,
-                "tokens_not_hashable",
-                f"tokens cannot be hashed here: the catalog does not know the secret of tenant {fields.tenant!r}",
-                "hash them where the secret is and give hashes, or set catalog.tenant_secrets",
-            )
-        if fields.block_tokens > MAX_TOKENS:  # more than C++ may be able to say
-            return bytes
-        hash_tokens, block_tokens, root = (
-            self._service.backend.sequence_hashes,
-            fields.block_tokens,
-            fields.root(secret.encode()),
-        )
-
-        def hashed() -> bytes:
-            try:
-                hashes = hash_tokens(tokens, block_tokens, root)
-            except (LayoutError, OverflowError) as error:
-                raise bad_tokens(error) from None
-            blocks = len(hashes) // HASH_BYTES
-            if blocks > MAX_HASHES:
-                raise ApiError(422, "too_many_hashes", f"{blocks} blocks; at most {MAX_HASHES} are taken", "give fewer")
-            return hashes
-
-        return hashed
+    def _secret_of(self, caller: Caller, namespace: Namespace) -> str | None:
+        """A tenant's secret; None: it is not known."""
+        if caller.sees_all or namespace.tenant in (caller.tenants or ()):
+            return self._service.secrets.get(namespace.tenant, None if namespace.tenant else "")
+        return _NO_SECRET  # hashed as others are, and found nowhere: whose secrets are known here is not told
 
 
 def _timed(parts: Iterator[bytes], observed: Histogram, span: TraceSpan | None) -> Iterator[bytes]:

@@ -43,6 +43,7 @@ from kvbm.catalog.sql.rows import (
     InstanceStatus,
     NamespaceRow,
 )
+from kvbm.core.chain_statement import ATTRIBUTE
 from kvbm.core.codec import VERSION, ScannedFrame
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
@@ -174,6 +175,7 @@ class Changes:
         gaps: found in this step.
         renumbered: sequences began anew: the stream's store was replaced.
         changed: instances whose rows changed, and the sequence of the last message that changed them.
+        chains: what starts state of how tokens are hashed.
         epochs, namespaces, claims, usages: rows that are given out once, each with the sequence of the message they
             come from.
         lacks_claims: events were passed over, and no snapshot lists claims again.
@@ -191,6 +193,7 @@ class Changes:
         self.namespaces: list[tuple[int, NamespaceRow]] = []
         self.claims: list[tuple[int, ClaimRun]] = []
         self.usages: list[tuple[int, UsageEntry]] = []
+        self.chains: dict[InstanceId, bytes] = {}
         self.lacks_claims = False
         self.newest_wall_ns = 0
         self.at = AFTER_MESSAGES
@@ -678,6 +681,7 @@ class InstanceSequence:
             pools=event.pools,
             state=InstanceStatus.LIVE,
         )
+        changes.chains[self._id] = event.attributes.get(ATTRIBUTE, b"")
         for namespace in event.namespaces:
             changes.namespaces.append(
                 (changes.at, NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns))

@@ -32,6 +32,7 @@ from kvbm.catalog.follow.instance_sequence import (
     Unreadable,
 )
 from kvbm.catalog.follow.known_namespaces import KnownNamespaces
+from kvbm.catalog.follow.stated_chains import StatedChains
 from kvbm.catalog.follow.suspicions import Suspicions
 from kvbm.catalog.follow.usage_totals import UsageTotals
 from kvbm.catalog.index.cluster_index import ClusterIndex, PlainApplied, StreamPlace
@@ -69,7 +70,7 @@ class Sequencer:
 
     Attributes:
         newest_wall_ns: wall time of the newest frame that was applied. known_namespaces: whose fields are known.
-        usage: what tenants have used, as far as was read here.
+        chains: how instances hash tokens. usage: what tenants have used, as far as was read here.
         on_run: told each run of plain frames that was applied, before what follows from it.
     """
 
@@ -93,6 +94,7 @@ class Sequencer:
         self._sequences: dict[InstanceId, InstanceSequence] = {}
         self._by_subject: dict[str, InstanceSequence] = {}  # of events, those that have come
         self.known_namespaces = KnownNamespaces(namespaces, self._sequences.values())
+        self.chains = StatedChains(self.declared)
         self._forgotten: dict[InstanceId, ForgottenRow] = {}
         self._cursor = StreamCursor()
         self._common = Common(index, self.counters, self.suspicions, {}, RateLimitedLog(most=MOST_LINES))
@@ -229,10 +231,11 @@ class Sequencer:
         return followed.position
 
     def hear_namespaces(self, heartbeat: Heartbeat) -> bool:
-        """Take note of the namespaces that a heartbeat names and tells of.
+        """Take note of the namespaces that a heartbeat names and tells of, and of how their tokens are hashed.
 
         Whether the instance names others than before.
         """
+        self.chains.take(heartbeat.instance, heartbeat.chain)
         if not heartbeat.namespaces and not heartbeat.told and heartbeat.instance not in self._sequences:
             return False
         told = self.known_namespaces.hear(heartbeat.told, self.counters)
@@ -255,6 +258,7 @@ class Sequencer:
             del self._by_subject[subject]
         self._known.pop(instance, None)
         self.suspicions.take(instance)
+        self.chains.forget(instance)
         self.index.drop(instance)
 
     def expect(self, mark: ForgottenRow) -> None:
@@ -474,6 +478,8 @@ class Sequencer:
         self.newest_wall_ns = max(self.newest_wall_ns, changes.newest_wall_ns)
         self.known_namespaces.take(changes, self.counters)
         self.usage.take(entry for _, entry in changes.usages)
+        for instance, stated in changes.chains.items():
+            self.chains.take(instance, stated)
 
 
 def _plain_run(

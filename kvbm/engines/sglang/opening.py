@@ -8,6 +8,8 @@ import msgspec
 
 from kvbm.assembly import NATIVE, RowCopier, open_engine_manager, open_objects, segment_copies
 from kvbm.config import NvmeSettings, ObjectSettings, Settings
+from kvbm.core.chain_statement import ChainGroup, ChainStatement
+from kvbm.core.engine_chains import MOST_HASH_TOKENS, SGLANG_SHA256
 from kvbm.core.errors import ConfigError, PoolError
 from kvbm.core.ids import Namespace
 from kvbm.engines.sglang.host_pages import HostPages, SglangPool
@@ -21,6 +23,7 @@ from kvbm.safe_log import SafeLog
 log = SafeLog()
 
 ENGINE = "sglang"
+_MAIN_POOL = "kv"
 _LEAST_HOST_PAGES = 8  # two are read and two written at a time, beside others that go on to what is colder
 
 
@@ -66,7 +69,8 @@ def open_tiers(
         layout=namespace.layout,
     )
     settings, objects = _reachable(settings, namespace, pages.page_bytes)
-    manager = _opened(settings, namespace, pages.page_bytes, objects)
+    chain = _chain_of(namespace, name, place, server_args)
+    manager = _opened(settings, namespace, pages.page_bytes, objects, chain)
     return PageTiers(
         manager,
         namespace,
@@ -75,6 +79,25 @@ def open_tiers(
         NATIVE.derived_hashes,
         copier.checksum_rows,
         settings.onboard.wait_s,
+    )
+
+
+def _chain_of(namespace: Namespace, name: str, place: Place, server_args: Any) -> ChainStatement | None:
+    """What is stated of keys and values; nothing where SGLang's keys may be of anything else than a page's tokens, as
+    with draft models, whose keys are of pairs of tokens.
+    """
+    if name != _MAIN_POOL or place.context[1] > 1 or getattr(server_args, "speculative_algorithm", True):
+        return None
+    tokens = namespace.block_tokens
+    if tokens > MOST_HASH_TOKENS:
+        return None
+    return ChainStatement(
+        scheme=namespace.scheme,
+        scheme_seed=namespace.scheme_seed,
+        kind=SGLANG_SHA256,
+        begin=b"",
+        hash_tokens=tokens,
+        groups=(ChainGroup(namespace.kv_group, tokens),),
     )
 
 
@@ -89,17 +112,22 @@ def _check_room(settings: Settings, pages: HostPages) -> None:
 
 
 def _opened(
-    settings: Settings, namespace: Namespace, page_bytes: int, objects: BlockObjects | None
+    settings: Settings,
+    namespace: Namespace,
+    page_bytes: int,
+    objects: BlockObjects | None,
+    chain: ChainStatement | None,
 ) -> EngineHbmManager:
     nvme = settings.pools.nvme
     try:
-        return open_engine_manager(settings, [namespace], page_bytes, ENGINE, objects)
+        return open_engine_manager(settings, [namespace], page_bytes, ENGINE, objects, chain=chain)
     except PoolError as error:
         if not (nvme.slots or nvme.capacity_bytes or nvme.folder):
             raise
         _tell_left_out("NVME", error)
     pools = msgspec.structs.replace(settings.pools, nvme=NvmeSettings())
-    return open_engine_manager(msgspec.structs.replace(settings, pools=pools), [namespace], page_bytes, ENGINE, objects)
+    without = msgspec.structs.replace(settings, pools=pools)
+    return open_engine_manager(without, [namespace], page_bytes, ENGINE, objects, chain=chain)
 
 
 def _reachable(settings: Settings, namespace: Namespace, page_bytes: int) -> tuple[Settings, BlockObjects | None]:

@@ -37,7 +37,14 @@ from kvbm.engines.vllm.logs import log_with_vllm
 from kvbm.engines.vllm.meeting import Meeting
 from kvbm.engines.vllm.metadata import Answers, StepPlan
 from kvbm.engines.vllm.offers import offers_of
-from kvbm.engines.vllm.opening import ServedEngine, copy_settings, open_scheduler, serve, tell_not_serving
+from kvbm.engines.vllm.opening import (
+    ServedEngine,
+    copy_settings,
+    open_scheduler,
+    publish_settings,
+    serve,
+    tell_not_serving,
+)
 from kvbm.engines.vllm.resolved import forget_resolved, leave_resolved, resolved_of
 from kvbm.engines.vllm.scheduler import Scheduler
 from kvbm.engines.vllm.stages import StageBlocks, all_stages
@@ -124,6 +131,7 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._answers = Answers()
         self._plan = StepPlan()
         self._kinds = kinds_of(kv_cache_config) if served is not None else ()
+        self._owner = ""  # of blocks in objects, as vLLM's events name it
         self._unopened: ServedEngine | None = None  # until the workers have said how their blocks lie
         self._handshake: KvbmHandshake | None = None
         self._bound: Any = None
@@ -185,8 +193,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _open(self, served: ServedEngine, stages: list[StageBlocks]) -> None:
         self._scheduler = open_scheduler(served, stages, self._kv_transfer_config, self._meeting)
-        if are_wanted(self._vllm_config):
-            self._scheduler.follow_tiers(extra_keys_of)
+        said = publish_settings(served, self._kv_transfer_config)
+        if said.engine_events and are_wanted(self._vllm_config):
+            self._owner = said.ownership
+            self._scheduler.follow_tiers(extra_keys_of, Tier.OBJECT if self._owner else Tier.NVME)
+        elif said.engine_events:
+            log.warning("connector.events_unpublished", remedy="start vLLM with --kv-events-config as well")
         if self._bound is not None:
             self._bind(self._scheduler)
 
@@ -469,12 +481,12 @@ class KvbmConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @_harmless(tuple)
     def take_events(self) -> Iterable[Any]:
-        """What kvbm's tiers hold now, or no more, among vLLM's own KV events where those are published. kvbm's own
-        stream says more.
+        """What kvbm's tiers hold now, or no more, among vLLM's own KV events where those are published and
+        `publish.engine_events` is set. kvbm's own stream says more.
         """
         if self._scheduler is None or self._scheduler.events is None:
             return ()
-        return [kv_event(told, self._kinds) for told in self._scheduler.events.take()]
+        return [kv_event(told, self._kinds, self._owner) for told in self._scheduler.events.take()]
 
     def shutdown(self) -> None:
         """End the instance, or the rank's copies."""

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from kvbm.core.ids import Tier
 from kvbm.engines.vllm.tier_events import ToldBlocks
 
-_MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.NVME: MEDIUM_STORAGE}
+_MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.NVME: MEDIUM_STORAGE, Tier.OBJECT: MEDIUM_STORAGE}
 
 
 def are_wanted(vllm_config: Any) -> bool:
@@ -50,17 +50,19 @@ def extra_keys_of(request: Any, begin: int, end: int, block_tokens: int) -> Sequ
     return to_event_extra_keys(found) if any(found) else None
 
 
-def kv_event(told: ToldBlocks, kinds: Sequence[LayerKind]) -> BlockStored | BlockRemoved:
+def kv_event(told: ToldBlocks, kinds: Sequence[LayerKind], ownership: str = "") -> BlockStored | BlockRemoved:
     """An event of vLLM's.
 
     Args:
         kinds: of the engine's KV groups.
+        ownership: whose blocks in objects are.
     """
+    owned = {"ownership": ownership} if ownership and told.tier == Tier.OBJECT else {}
     run, begin, end = told.run, told.begin, told.end
     hashes = [maybe_convert_block_hash(digest) for digest in run.digests[begin:end]]
     medium, group = _MEDIA[told.tier], run.group
     if not told.is_held:
-        return BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group.id)
+        return BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group.id, **owned)
     parent = run.digests[begin - 1] if begin else run.parent
     return BlockStored(
         block_hashes=hashes,
@@ -74,4 +76,5 @@ def kv_event(told: ToldBlocks, kinds: Sequence[LayerKind]) -> BlockStored | Bloc
         group_idx=group.id,
         kv_cache_spec_kind=kinds[group.id].name,
         kv_cache_spec_sliding_window=kinds[group.id].sliding_window,
+        **owned,
     )

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvbm.assembly import NATIVE, open_engine_manager, open_objects
-from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, Settings, TransportSettings
+from kvbm.config import HbmSettings, NvmeSettings, ObjectSettings, PublishSettings, Settings, TransportSettings
+from kvbm.core.chain_statement import ChainStatement
 from kvbm.core.errors import KvbmError, PoolError
 from kvbm.core.ids import Namespace, Tier
+from kvbm.engines.vllm.chain import begin_of, chain_of
 from kvbm.engines.vllm.facts import machine_words
 from kvbm.engines.vllm.handoff import HandoffRules
 from kvbm.engines.vllm.host_link import leave_host
@@ -128,7 +130,10 @@ def open_scheduler(
     )
     namespaces, row_bytes = identity.named(settings.tenants), ranks.row_bytes
     settings, objects = _reachable(settings, namespaces, row_bytes)
-    manager = _opened(settings, namespaces, row_bytes, objects)
+    align_tokens = math.lcm(kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups))
+    algorithm = served.vllm_config.cache_config.prefix_caching_hash_algo
+    chain = chain_of(namespaces[0], groups, align_tokens, algorithm, begin_of(algorithm))
+    manager = _opened(settings, namespaces, row_bytes, objects, chain)
     host = manager.pools.slots[Tier.HOST]
     assert isinstance(host, HostPool)
     share = HostShare(
@@ -147,7 +152,6 @@ def open_scheduler(
             "host.not_said", why=str(error), notice="ranks map it at the first copy, and do not register it with CUDA"
         )
     names = TenantNames(identity, [group.id for group in groups], manager.declare, settings.tenants)
-    align_tokens = math.lcm(kv_cache_config.cache_hit_alignment_tokens or 1, *(group.block_tokens for group in groups))
     rules = StoreRules(
         stores_all=settings.offload.host == "write_through",
         by_recency=settings.pools.eviction == "lru",
@@ -166,6 +170,11 @@ def copy_settings(served: ServedEngine, kv_transfer_config: Any) -> HbmSettings:
         return HbmSettings()
 
 
+def publish_settings(served: ServedEngine, kv_transfer_config: Any) -> PublishSettings:
+    """What the engine tells of kvbm's tiers in its own words."""
+    return _settings(served, kv_transfer_config).publish
+
+
 def _settings(served: ServedEngine, kv_transfer_config: Any) -> Settings:
     parallel = served.vllm_config.parallel_config
     return settings_of(
@@ -178,7 +187,11 @@ def _settings(served: ServedEngine, kv_transfer_config: Any) -> Settings:
 
 
 def _opened(
-    settings: Settings, namespaces: Sequence[Namespace], row_bytes: int, objects: BlockObjects | None
+    settings: Settings,
+    namespaces: Sequence[Namespace],
+    row_bytes: int,
+    objects: BlockObjects | None,
+    chain: ChainStatement | None,
 ) -> EngineHbmManager:
     """The manager; without NVME where its files cannot be used, since an engine must start.
 
@@ -186,7 +199,7 @@ def _opened(
     """
     nvme = settings.pools.nvme
     try:
-        return open_engine_manager(settings, namespaces, row_bytes, ENGINE, objects)
+        return open_engine_manager(settings, namespaces, row_bytes, ENGINE, objects, chain=chain)
     except PoolError as error:
         if not (nvme.slots or nvme.capacity_bytes or nvme.folder):
             raise
@@ -197,7 +210,8 @@ def _opened(
             notice="the engine runs without it until it is started again",
         )
     pools = msgspec.structs.replace(settings.pools, nvme=NvmeSettings())
-    return open_engine_manager(msgspec.structs.replace(settings, pools=pools), namespaces, row_bytes, ENGINE, objects)
+    without = msgspec.structs.replace(settings, pools=pools)
+    return open_engine_manager(without, namespaces, row_bytes, ENGINE, objects, chain=chain)
 
 
 def _reachable(

@@ -159,9 +159,11 @@ class Scheduler:
         self._watch = PrefixCacheWatch(pool, self._groups, self.requests.state_of, self._derive, sink)
         self.stores.bind(pool, block_ids_of, self._watch, cacheable)
 
-    def follow_tiers(self, extra_keys: ExtraKeys | None = None) -> None:
-        """Have `events` from now on, with these keys of blocks."""
-        self.events = self.loads.events = self.stores.events = TierEvents(self._served_from, extra_keys)
+    def follow_tiers(self, extra_keys: ExtraKeys | None = None, objects_as: Tier = Tier.OBJECT) -> None:
+        """Have `events` from now on, as `TierEvents` has it."""
+        self.manager.follow_objects()
+        events = TierEvents(self._served_from, extra_keys, objects_as)
+        self.events = self.loads.events = self.stores.events = events
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
         """vLLM has given the request blocks, the first `tokens` beyond what it had computed are to be loaded.
@@ -334,7 +336,9 @@ class Scheduler:
 
     def _served_from(self, hashes: bytes) -> bytes:
         """The tiers that these blocks are read from: none once nothing is served any more."""
-        return bytes([ABSENT]) * (len(hashes) // HASH_BYTES) if self.refusal else self.manager.holders(hashes)
+        if self.refusal:
+            return bytes([ABSENT]) * (len(hashes) // HASH_BYTES)
+        return self.manager.holders(hashes, objects=True)
 
     def _on_watch_broken(self, error: Exception) -> None:
         if not self.refusal:

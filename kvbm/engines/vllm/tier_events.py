@@ -1,4 +1,4 @@
-"""Which blocks, by vLLM's hashes, lie in HOST and NVME: for those who listen to vLLM's KV events. Pure.
+"""Which blocks, by vLLM's hashes, lie in HOST, NVME and OBJECT: for those who listen to vLLM's KV events. Pure.
 
 vLLM's hashes of a block are known while a request stores or loads it, and ours cannot be turned back into them. So
 blocks that an earlier run has left are told of once they were used. Whether a block is still held is looked at in turn,
@@ -11,7 +11,6 @@ hash of vLLM's: the first of them that a tier gains is told, and the last that i
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,8 +19,9 @@ from kvbm.core.ids import Tier, split_hashes
 from kvbm.engines.vllm.reach import ABSENT
 from kvbm.engines.vllm.requests import KvGroup
 
-_TOLD = frozenset({Tier.HOST, Tier.NVME})  # an object is nobody's own
 _A_STEP = 1024  # blocks that are looked at again
+_TIER, _AT, _AT_BITS = 0xFF, 8, 24  # of a place: the tier in the lowest bits, then the position in a run, then the run
+_MOST_AT = 1 << _AT_BITS
 
 ExtraKeys = Callable[
     [Any, int, int, int], Sequence[Any] | None
@@ -85,30 +85,56 @@ class ToldBlocks(NamedTuple):
     is_held: bool
 
 
-class _Known(NamedTuple):
-    run: GroupRun
-    at: int
-    tier: int
+class _Gathered:
+    """Blocks that are told of, those that go on with each other together."""
 
-    @property
-    def place(self) -> tuple[int, int, bytes]:
-        return self.tier, self.run.group.id, self.run.digests[self.at]
+    def __init__(self, is_held: bool) -> None:
+        self._told: list[ToldBlocks] = []
+        self._run: GroupRun | None = None
+        self._begin = self._end = self._tier = 0
+        self._is_held = is_held
+
+    def add(self, run: GroupRun, at: int, tier: int) -> None:
+        """One more."""
+        if run is self._run and at == self._end and tier == self._tier:
+            self._end += 1
+            return
+        self._flush()
+        self._run, self._begin, self._end, self._tier = run, at, at + 1, tier
+
+    def take(self) -> list[ToldBlocks]:
+        """All of them."""
+        self._flush()
+        return self._told
+
+    def _flush(self) -> None:
+        if self._run is not None:
+            self._told.append(ToldBlocks(self._run, self._begin, self._end, Tier(self._tier), self._is_held))
 
 
 class TierEvents:
     """See the module. Used by the scheduler's thread alone.
 
     Args:
-        holders: for each of these hashes of ours the hottest own tier colder than HBM that holds it, or ABSENT.
+        holders: for each of these hashes of ours the hottest tier colder than HBM that holds it, or ABSENT.
         extra_keys: of blocks of a request, as `GroupRun` has them.
+        objects_as: the tier that a block in objects is told of as: OBJECT, or NVME where listeners know no owners.
     """
 
-    def __init__(self, holders: Callable[[bytes], bytes], extra_keys: ExtraKeys | None = None) -> None:
+    def __init__(
+        self,
+        holders: Callable[[bytes], bytes],
+        extra_keys: ExtraKeys | None = None,
+        objects_as: Tier = Tier.OBJECT,
+    ) -> None:
         self._holders, self._extra_keys = holders, extra_keys
-        self._known: dict[bytes, _Known] = {}
-        self._copies: Counter[tuple[int, int, bytes]] = (
-            Counter()
-        )  # tier, group, vLLM's hash → blocks of ours that lie there
+        told = {Tier.HOST: Tier.HOST, Tier.NVME: Tier.NVME, Tier.OBJECT: objects_as}
+        self._told_as = bytes(told.get(tier, ABSENT) for tier in range(256))  # type: ignore[call-overload]
+        self._known: dict[bytes, int] = {}  # our hash → its place
+        self._runs: dict[int, GroupRun] = {}
+        self._left: dict[int, int] = {}  # run → blocks known of it
+        self._next_run = 0
+        self._copies: dict[bytes, int] = {}  # vLLM's hash, tier and group → blocks of ours that lie there
         self._fresh: dict[bytes, None] = {}
         self._turn: Iterator[bytes] = iter(())
 
@@ -122,13 +148,18 @@ class TierEvents:
         Args:
             hashes: ours, packed, of the blocks of the run; of fewer where the others do not matter.
         """
-        blocks = split_hashes(hashes)[: len(run.digests)]
+        blocks = split_hashes(hashes)[: min(len(run.digests), _MOST_AT)]
         self._fresh.update(dict.fromkeys(blocks))
-        unknown = [at for at, ours in enumerate(blocks) if ours not in self._known]
-        if unknown:  # a long prompt that others have loaded is not kept once more for its last block
-            begin = unknown[0]
-            part = run.part(begin, unknown[-1] + 1)
-            self._known.update((blocks[at], _Known(part, at - begin, ABSENT)) for at in unknown)
+        known = self._known
+        unknown = [at for at, ours in enumerate(blocks) if ours not in known]
+        if not unknown:
+            return
+        begin, number = unknown[0], self._next_run  # a long prompt that is known is not kept again for its last block
+        self._next_run += 1
+        place = number << (_AT + _AT_BITS) | ABSENT
+        known.update((blocks[at], place | (at - begin) << _AT) for at in unknown)
+        self._runs[number] = run.part(begin, unknown[-1] + 1)
+        self._left[number] = len({blocks[at] for at in unknown})
 
     def take(self) -> list[ToldBlocks]:
         """What has changed, as far as it was seen; where blocks are before where they no longer are."""
@@ -136,36 +167,53 @@ class TierEvents:
         if len(looked_at) - len(self._fresh) < _A_STEP:
             self._turn = iter([*self._known])
         self._fresh = {}
-        held: list[ToldBlocks] = []
-        left: list[_Known] = []
-        for ours, holder in zip(looked_at, self._holders(b"".join(looked_at)) if looked_at else b"", strict=True):
-            tier = holder if holder in _TOLD else ABSENT
-            known = self._known.get(ours)
-            if known is None or (known.tier == tier and tier != ABSENT):
+        if not looked_at:
+            return []
+        held, left = _Gathered(is_held=True), []
+        known = self._known
+        tiers = self._holders(b"".join(looked_at)).translate(self._told_as)
+        for ours, tier in zip(looked_at, tiers, strict=True):
+            place = known.get(ours)
+            if place is None or (place & _TIER == tier and tier != ABSENT):
                 continue
             if tier == ABSENT:
-                del self._known[ours]
+                del known[ours]
             else:
-                self._known[ours] = moved = known._replace(tier=tier)
-                self._copies[moved.place] += 1
-                if self._copies[moved.place] == 1:
-                    _add(held, moved, is_held=True)
-            if known.tier != ABSENT:
-                left.append(known)
-        gone: list[ToldBlocks] = []
-        for known in left:  # once all that has come is counted
-            self._copies[known.place] -= 1
-            if not self._copies[known.place]:
-                del self._copies[known.place]
-                _add(gone, known, is_held=False)
-        return held + gone
+                known[ours] = place ^ (place & _TIER) | tier
+                self._gain(place, tier, held)
+            if place & _TIER != ABSENT or tier == ABSENT:
+                left.append((place, tier))
+        return held.take() + self._lose(left)
+
+    def _gain(self, place: int, tier: int, held: _Gathered) -> None:
+        run, at = self._runs[place >> (_AT + _AT_BITS)], place >> _AT & _MOST_AT - 1
+        key = _copy_key(run, at, tier)
+        copies = self._copies[key] = self._copies.get(key, 0) + 1
+        if copies == 1:
+            held.add(run, at, tier)
+
+    def _lose(self, left: list[tuple[int, int]]) -> list[ToldBlocks]:
+        """Blocks that are where they were no more, once all that has come is counted.
+
+        Args:
+            left: each one's place, and its tier now.
+        """
+        gone = _Gathered(is_held=False)
+        for place, now in left:
+            number, at, tier = place >> (_AT + _AT_BITS), place >> _AT & _MOST_AT - 1, place & _TIER
+            run = self._runs[number]
+            if tier != ABSENT:
+                key = _copy_key(run, at, tier)
+                self._copies[key] -= 1
+                if not self._copies[key]:
+                    del self._copies[key]
+                    gone.add(run, at, tier)
+            if now == ABSENT:
+                self._left[number] -= 1
+                if not self._left[number]:
+                    del self._left[number], self._runs[number]
+        return gone.take()
 
 
-def _add(told: list[ToldBlocks], known: _Known, is_held: bool) -> None:
-    """One more block, with those before it where it goes on with them."""
-    run, at, tier = known
-    last = told[-1] if told else None
-    if last is not None and last.run is run and last.end == at and (last.tier, last.is_held) == (tier, is_held):
-        told[-1] = last._replace(end=at + 1)
-    else:
-        told.append(ToldBlocks(run, at, at + 1, Tier(tier), is_held))
+def _copy_key(run: GroupRun, at: int, tier: int) -> bytes:
+    return run.digests[at] + bytes((tier, run.group.id))

@@ -9,7 +9,7 @@ is never a wrong one.
 from __future__ import annotations
 
 import struct
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -80,9 +80,13 @@ _Remembered = BlockKey | tuple[int, BlockKey]  # a block's key; with its group, 
 
 # our hash, position in its chain, number of its namespace, copies in HBM, other tiers
 _ENTRY = struct.Struct("<16sIBHB")
+_START, _REST = struct.Struct("<I"), struct.Struct("<BHB")  # its parts behind the hash
+_NUMBER, _TIERS = 20, 21  # where in it
+_IN_HBM_ONCE, _NOWHERE = struct.pack("<HB", 1, 0), struct.pack("<HB", 0, 0)
 _MOST_COPIES = 0xFFFF
 _MOST_START = 0xFFFFFFFF
 _COLDER = {Tier.HOST: 1, Tier.NVME: 2, Tier.OBJECT: 4}  # bits of the other tiers
+_OWN = (Tier.HBM, Tier.HOST, Tier.NVME)  # the engine's
 
 
 class Uncertain(KvbmError):
@@ -106,7 +110,8 @@ class ForeignBlocks:
         self._source, self._hash_tokens = source, hash_tokens
         self._homes = Homes(source)
         self._known: dict[_Remembered, bytes] = {}
-        self._gone: dict[_Remembered, None] = {}  # of the known, those that no tier holds, the longest gone first
+        # Of the known, those that no tier holds, the longest gone first: a plain dict finds its first slowly
+        self._gone: OrderedDict[_Remembered, None] = OrderedDict()
 
     @property
     def is_empty(self) -> bool:
@@ -136,7 +141,8 @@ class ForeignBlocks:
             case Removed():
                 yield from self._remove(event)
             case Cleared():
-                yield from self._clear()
+                for tier in _OWN if event.is_all else (Tier.HBM,):
+                    yield from self._clear(tier)
             case RefusedEvent():
                 self.counts[event.reason] += 1
                 if event.is_loss:
@@ -179,14 +185,15 @@ class ForeignBlocks:
         keys: Sequence[_Remembered] = event.keys
         if event.group:
             keys = [(event.group, key) for key in event.keys]
-        before = self._before(event, number) if len(event.tokens) == count * size else None
+        width = event.width or size
+        before = self._before(event, number) if len(event.tokens) == count * width else None
         if before is None:
             yield from self._store_known(tier, keys)
             return
         parent, start = before
         root = parent if start else self._homes.all[number].root
         try:
-            hashes = self._hash_tokens(event.tokens, size, root, event.extra)
+            hashes = self._hash_tokens(event.tokens, width, root, event.extra)
         except (KvbmError, TypeError, ValueError, OverflowError):  # a token that is none
             self.counts[EventRefusal.MALFORMED] += 1
             return
@@ -209,8 +216,16 @@ class ForeignBlocks:
     ) -> Iterator[Fact]:
         """Blocks whose own hashes are known from their tokens."""
         known, bit = self._known, _COLDER.get(tier, 0)
-        begin = 0  # of the run that is being gathered
         id_ = self._homes.all[number].namespace.id
+        room = self._source.most_blocks - len(known) + len(self._gone)
+        if len(keys) <= room and known.keys().isdisjoint(keys) and len({*keys}) == len(keys):  # as most are
+            rest = _REST.pack(number, not bit, bit)
+            starts = range(0, len(hashes), HASH_BYTES)
+            entries = [hashes[at : at + HASH_BYTES] + _START.pack(start + n) + rest for n, at in enumerate(starts)]
+            known.update(zip(keys, entries, strict=True))
+            yield from _gained(id_, tier, parent, start, hashes, 0, len(keys))
+            return
+        begin = 0  # of the run that is being gathered
         for at, key in enumerate(keys):
             ours = hashes[at * HASH_BYTES : at * HASH_BYTES + HASH_BYTES]
             entry = known.get(key)
@@ -236,7 +251,7 @@ class ForeignBlocks:
             if entry is None:
                 self.counts[EventRefusal.UNMAPPED] += 1
             elif self._gain(key, entry, bit):
-                arrived.setdefault(entry[20], bytearray()).extend(entry[:HASH_BYTES])
+                arrived.setdefault(entry[_NUMBER], bytearray()).extend(entry[:HASH_BYTES])
         for number, hashes in arrived.items():
             for run in _runs(bytes(hashes)):
                 yield Arrived(self._homes.all[number].namespace.id, tier, run)
@@ -260,51 +275,86 @@ class ForeignBlocks:
     # -- removed ------------------------------------------------------------------------------------------------------
 
     def _remove(self, event: Removed) -> Iterator[Fact]:
-        tier = self._tier(event.medium, event.ownership)
-        if tier is None:
+        if not event.medium:
+            yield from self._remove_anywhere(event)
             return
+        tier = self._tier(event.medium, event.ownership)
+        if tier is not None:
+            self.removed += len(event.keys)
+            yield from self._remove_from(tier, event)
+
+    def _remove_anywhere(self, event: Removed) -> Iterator[Fact]:
+        """Blocks that the engine has in no medium any more.
+
+        One that is not known counts for nothing: such engines also name blocks that were never full.
+        """
         self.removed += len(event.keys)
-        bit = _COLDER.get(tier, 0)
+        for tier in _OWN:
+            bit = _COLDER.get(tier, 0)
+            held = [key for key in event.keys if self._is_held((event.group, key) if event.group else key, bit)]
+            yield from self._remove_from(tier, event._replace(keys=held))
+
+    def _is_held(self, key: _Remembered, bit: int) -> bool:
+        entry = self._known.get(key)
+        if entry is None:
+            return False
+        _, _, _, copies, others = _ENTRY.unpack(entry)
+        return bool(others & bit if bit else copies)
+
+    def _remove_from(self, tier: Tier, event: Removed) -> Iterator[Fact]:
+        bit, known = _COLDER.get(tier, 0), self._known
         lost: dict[int, bytearray] = {}
         for plain in event.keys:
             key = (event.group, plain) if event.group else plain
-            entry = self._known.get(key)
-            ours, start, number, copies, others = _ENTRY.unpack(entry) if entry else (b"", 0, 0, 0, 0)
-            is_claim = (
-                tier is Tier.OBJECT and entry is not None
-            )  # everybody's, whatever this source was known to have put
-            if not (is_claim or (others & bit if bit else copies)):
+            entry = known.get(key)
+            if entry is None:
                 self.counts[EventRefusal.NOT_HELD] += 1
-                continue
-            if bit:
-                others &= ~bit
-            else:
-                copies -= 1
-            self._known[key] = _ENTRY.pack(ours, start, number, copies, others)
-            if not (copies or others):
-                self._gone.setdefault(key)
-            if bit or not copies:
-                lost.setdefault(number, bytearray()).extend(ours)
+            elif entry[_TIERS:] == _IN_HBM_ONCE and not bit:  # as most are
+                known[key] = entry[:_TIERS] + _NOWHERE
+                self._gone[key] = None
+                number = entry[_NUMBER]
+                if number not in lost:
+                    lost[number] = bytearray()
+                lost[number] += entry[:HASH_BYTES]
+            elif self._remove_one(key, entry, tier, bit):
+                lost.setdefault(entry[_NUMBER], bytearray()).extend(entry[:HASH_BYTES])
         for number, hashes in lost.items():
             for run in _runs(bytes(hashes)):
                 yield Lost(self._homes.all[number].namespace.id, tier, EvictReason.CAPACITY, run)
         self._forget_gone()
 
-    def _clear(self) -> Iterator[Fact]:
-        """The engine empties its prefix cache; what it has in colder tiers stays there."""
+    def _remove_one(self, key: _Remembered, entry: bytes, tier: Tier, bit: int) -> bool:
+        """Note that a tier has one copy of a known block less; whether it has none now."""
+        ours, start, number, copies, others = _ENTRY.unpack(entry)
+        # a claim of an object is everybody's, whatever this source was known to have put
+        if not (tier is Tier.OBJECT or (others & bit if bit else copies)):
+            self.counts[EventRefusal.NOT_HELD] += 1
+            return False
+        if bit:
+            others &= ~bit
+        else:
+            copies -= 1
+        self._known[key] = _ENTRY.pack(ours, start, number, copies, others)
+        if not (copies or others):
+            self._gone.setdefault(key)
+        return bool(bit or not copies)
+
+    def _clear(self, tier: Tier) -> Iterator[Fact]:
+        """The engine empties a tier; what it has in others stays there."""
+        bit = _COLDER.get(tier, 0)
         for key, entry in self._known.items():
             ours, start, number, copies, others = _ENTRY.unpack(entry)
-            if copies:
-                self._known[key] = _ENTRY.pack(ours, start, number, 0, others)
-                if not others:
+            if others & bit if bit else copies:
+                copies, others = (copies, others & ~bit) if bit else (0, others)
+                self._known[key] = _ENTRY.pack(ours, start, number, copies, others)
+                if not (copies or others):
                     self._gone[key] = None
         self._forget_gone()
-        yield Emptied(Tier.HBM)
+        yield Emptied(tier)
 
     def _forget_gone(self) -> None:
         while len(self._gone) > self._source.most_gone:
-            key = next(iter(self._gone))
-            del self._gone[key], self._known[key]
+            del self._known[self._gone.popitem(last=False)[0]]
 
     def _tier(self, medium: str, ownership: str) -> Tier | None:
         """The tier an event speaks of; None, and counted: it counts for nothing."""

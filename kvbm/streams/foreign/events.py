@@ -53,13 +53,15 @@ class BlocksStored(NamedTuple):
     Attributes:
         keys: n hashes of the engine's, in the order of their chain.
         parent: of the block before; None where the first begins its chain.
-        tokens: n * block_tokens ids; empty where the event brings none, fewer where it leaves blocks out.
+        tokens: n * width ids; empty where the event brings none, fewer where it leaves blocks out.
         block_tokens: tokens of a block.
         extra: an extra key for each block, as `core.extra_keys` writes it, or none at all.
         medium: the engine's word.
         ownership: the pool beyond the engine that has them; "" for its own.
         lora: adapter; "" for none.
         group: KV group.
+        width: numbers of a block in `tokens` where they are not its tokens themselves but a hash of them; 0:
+            block_tokens.
     """
 
     keys: Sequence[BlockKey]
@@ -71,10 +73,11 @@ class BlocksStored(NamedTuple):
     ownership: str = ""
     lora: str = ""
     group: int = 0
+    width: int = 0
 
 
 class Removed(NamedTuple):
-    """Blocks lie in a medium no more; fields as of `BlocksStored`."""
+    """Blocks lie in a medium no more; fields as of `BlocksStored`, but a medium of "" is each that has them."""
 
     keys: Sequence[BlockKey]
     medium: str
@@ -83,7 +86,13 @@ class Removed(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """The engine has emptied its prefix cache: what lay on the GPU is gone."""
+    """The engine has emptied its prefix cache: what lay on the GPU is gone.
+
+    Attributes:
+        is_all: what lay in its other media is gone as well.
+    """
+
+    is_all: bool = False
 
 
 class RefusedEvent(NamedTuple):

@@ -33,6 +33,7 @@ class ForeignSource(NamedTuple):
         counts_copies: whether a block that is stored again on the GPU is another copy, which is removed by itself.
         most_blocks: remembered at a time, at most.
         most_gone: of them, blocks that no tier holds any more: what is stored behind them is known by them.
+        scheme: how its blocks become hashes of ours, as its namespaces name it.
     """
 
     model: str
@@ -43,6 +44,7 @@ class ForeignSource(NamedTuple):
     counts_copies: bool = True
     most_blocks: int = 2_000_000
     most_gone: int = 65_536
+    scheme: str = "sha256"
 
 
 class Home(NamedTuple):
@@ -76,6 +78,7 @@ class Homes:
             ranks=UNKNOWN,
             lora=lora,
             tenant=source.tenant,
+            scheme=source.scheme,
         )
         self._numbers[lora, group, block_tokens] = len(self.all)
         self.all.append(Home(namespace, namespace.root(source.secret)))

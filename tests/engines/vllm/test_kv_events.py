@@ -50,7 +50,8 @@ def test_a_listener_knows_where_blocks_are_in_every_tier(engines, llama, truth, 
         for at in range(0, len(ask.tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS)
     ]
     one_more = truth.prompts("events-more", 1, 40)  # a step, at which what has changed is told
-    described = with_kvbm(llama, tmp_path / "a", {"pools.nvme.slots": 400}, core=core, options=WANTED, patches=PATCH)
+    more = {"pools.nvme.slots": 400, "publish.engine_events": True}
+    described = with_kvbm(llama, tmp_path / "a", more, core=core, options=WANTED, patches=PATCH)
     with engines.running(described) as engine:
         scenarios.ask(engine, truth, asks, [0, 0])
         engine.offload()
@@ -68,3 +69,15 @@ def test_a_listener_knows_where_blocks_are_in_every_tier(engines, llama, truth, 
         events = engine.in_core("kept_kv_events")
         assert not {*full} & tokens_of(held(events, "CPU"))
         assert {*full} <= tokens_of(held(events, "STORAGE"))
+
+
+def test_by_default_vllms_events_tell_of_hbm_alone(engines, llama, truth, tmp_path):
+    asks = truth.prompts("events-off", 1, 300)
+    described = with_kvbm(llama, tmp_path / "a", {"pools.nvme.slots": 400}, options=WANTED, patches=PATCH)
+    with engines.running(described) as engine:
+        scenarios.ask(engine, truth, asks, [0])
+        engine.offload()
+        scenarios.ask(engine, truth, truth.prompts("events-off-more", 1, 40))
+        events = engine.in_core("kept_kv_events")
+        assert held(events, "GPU")
+        assert {event["medium"] for event in events} == {"GPU"}
