@@ -156,8 +156,7 @@ test-pd: $(PD_STAMP)  ## two API servers, one that prefills and one that decodes
 bench-pd: $(PD_STAMP)  ## prefill and decode on two engines: the wait, the first token, goodput beside two plain ones
 	$(ENGINES)/bin/python tools/bench_pd.py $(BENCH_ARGS)
 
-# Engines are vLLM in its own environment, without kvbm in their processes; the bridge and all it speaks to are of this
-# one.
+# Engines are vLLM in its own environment, where vllm-router is, too; the bridge and all it speaks to are of this one.
 # The indexer alone, with pydantic as the engines have it: it asks for an older one, and does with this.
 $(ROUTERS_STAMP): constraints-engines.txt | $(BIN)/python
 	$(BIN)/python -m venv $(ROUTERS)
@@ -165,8 +164,8 @@ $(ROUTERS_STAMP): constraints-engines.txt | $(BIN)/python
 	$(ROUTERS_PIP) install --quiet --no-deps ai-dynamo-runtime==1.6.1
 	touch $@
 
-test-bridge: setup $(ENGINES_STAMP) $(ROUTERS_STAMP)  ## the bridge between vLLM processes without kvbm and a catalog
-	$(BIN)/python -m pytest --engines tests/engines/bridge $(PYTEST_ARGS)
+test-bridge: setup $(PD_STAMP) $(ROUTERS_STAMP)  ## the bridge, vLLM without kvbm and with it, and others' routers
+	$(BIN)/python $(RUN_TESTS) --bridge tests/engines/bridge $(PYTEST_ARGS)
 
 # SGLang's engine wants CUDA; its storage factory, host pools, cache controller and radix cache run on a CPU.
 $(SGLANG_STAMP): $(STAMP) constraints-sglang.txt

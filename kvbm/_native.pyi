@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvbm.bridge.table import NewForeignTable
 from kvbm.catalog.follow.checkpoints import Checkpointing
 from kvbm.catalog.index import cluster_index, plain_frames
 from kvbm.catalog.routing import router
@@ -84,6 +85,7 @@ def peer_open_proof(root: bytes, reader_nonce: bytes, owner_nonce: bytes, namesp
 
 Arena: NewArena
 BlockAges: NewAges
+ForeignLedger: NewForeignTable
 UsageMeter: NewUsageMeter
 LendingServer: NewLendingServer
 PeerTls: native.NewPeerTls

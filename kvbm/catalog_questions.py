@@ -1,4 +1,4 @@
-"""What people ask a running catalog on the command line: `kvbm-catalog lookup`, `route`, `who`, `instances`,
+"""What people ask a running catalog on the command line: `kvbm-catalog lookup`, `route`, `hashes`, `who`, `instances`,
 `usage` and `watch`.
 """
 
@@ -9,34 +9,45 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 
 from kvbm.assembly import catalog_clients
-from kvbm.catalog_tables import Listing, print_told
+from kvbm.catalog_asked import (
+    ANY_NAMESPACE,
+    PROMPT_HELP,
+    FoundBlocks,
+    asked_by_tokens,
+    blocks_found,
+    meant_by,
+    named_in_words,
+    namespace_and_hashes,
+    namespace_of,
+    read_prompt,
+)
+from kvbm.catalog_tables import Filled, Listing, print_told
 from kvbm.command_line import Commands, add_command, add_settings, count_between, settings_of
 from kvbm.config import Settings
 from kvbm.core.answers import (
     LIMIT,
-    MAX_HASHES,
     MAX_INPUT_TOKENS,
     MAX_LIMIT,
-    MAX_TOKENS,
     BlockAnswer,
     InstanceSummary,
     LookupAnswer,
     MediaAsked,
     MissedAnswer,
     NamespaceSummary,
+    PoolSummary,
     RouteAnswer,
 )
 from kvbm.core.clock_times import clock_us
-from kvbm.core.errors import HASHABLE_SCHEME, CatalogError, ConfigError
-from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Tier
+from kvbm.core.errors import CatalogError, ConfigError
+from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, Reach, Tier
 from kvbm.core.prompt_tokens import PromptTokens
-from kvbm.core.usage import TIMES_HOW, check_stretch, csv_of, gap_lines, lines_of, parse_time, time_text
+from kvbm.core.questions import id_of
+from kvbm.core.usage import TIMES_HOW, csv_of, gap_lines, lines_of, parse_stretch, parse_time, time_text, unused_lines
 from kvbm.core.watch_events import (
     BlockChange,
     BlockChanges,
@@ -48,17 +59,14 @@ from kvbm.core.watch_events import (
     WatchEnded,
     WatchEvent,
 )
-from kvbm.files import read_small
 from kvbm.locate.base import Catalog
 from kvbm.locate.http import CatalogClient
-from kvbm.tenant_secrets import TenantSecrets
-from kvbm.terminal import as_json, plain, say, say_csv
+from kvbm.progress import Watch
+from kvbm.terminal import as_json, say, say_csv
 
-_PROMPT_BYTES = 16 << 20  # of a file with a prompt
-_HASHES = re.compile(r"(?:[0-9a-f]{32})+", re.IGNORECASE)
 _MEDIA = re.compile(r"(.+)@(\d{1,7})\+(\d{1,7})")
-_TOKENS = re.compile(r"\d{1,10}")
-_MOST_NAMED = 20  # namespaces in an error
+_OF_HEARTBEAT = ("published", "applied", "trouble", "run", "queued_tokens", "running_requests", "free_slots")
+_SHORT = 12  # hex digits of a hash in a table
 _SUSPECT = "suspect: may hold more or less"
 _LEFT_OUT = {
     "silent": "it has the prompt's first block, and no heartbeat of it comes",
@@ -69,22 +77,13 @@ _LEFT_OUT = {
 }
 Ask: TypeAlias = Callable[[argparse.Namespace, Settings, Catalog], None]
 
-_PROMPT_HELP = """the prompt: token ids ("1,2,3"), hashes of its full blocks (32 hex digits each), a file with either,
-or - for standard input"""
 _NAMESPACE_HELP = """its id or the beginning of it, or its model; may be left out where the catalog knows only one. With
 `instances`, ids are in `--namespaces`"""
 
 
 _FROM_HELP = """hours that begin from here on: ISO 8601, in UTC where it says no zone, Unix seconds or a clock time such
 as 13:19 (UTC, the last one there was) (default: 31 days before the end)"""
-_TO_HELP = "hours that begin before (default: now)"
-
-
-class _Prompt(NamedTuple):
-    """What was asked about: tokens, or packed hashes."""
-
-    tokens: list[int]
-    hashes: bytes
+_TO_HELP = "hours that begin before; a clock time is the first one after --from (default: now)"
 
 
 def add_questions(commands: Commands) -> None:
@@ -116,15 +115,7 @@ def add_questions(commands: Commands) -> None:
         help="have the catalog remember the prompt as sent there, as a router's question does",
     )
     _add_common(route, limit=True)
-    who = add_command(
-        commands,
-        "who",
-        "who holds one block, in which tier",
-        "kvbm-catalog who 5f0c…(32 hex digits) --namespace my-model",
-    )
-    who.add_argument("hash", metavar="HASH", type=_one_hash, help="of the block, 32 hex digits")
-    who.add_argument("--namespace", metavar="N", default="", help=_NAMESPACE_HELP)
-    _add_common(who)
+    _add_block_questions(commands)
     instances = add_command(
         commands,
         "instances",
@@ -151,13 +142,37 @@ def add_questions(commands: Commands) -> None:
         "what changes from now on, a line each, until interrupted",
         "kvbm-catalog watch --instance gpu-7",
     )
-    watch.add_argument("--namespace", metavar="N", default="", help=_NAMESPACE_HELP)
+    _add_namespace(watch)
     watch.add_argument("--instance", metavar="NAME", help="changes of this one's blocks")
     watch.add_argument(
-        "--prompt", metavar="PROMPT", default="", help=f"who has how much of it, whenever that changes; {_PROMPT_HELP}"
+        "--prompt", metavar="PROMPT", default="", help=f"who has how much of it, whenever that changes; {PROMPT_HELP}"
     )
     watch.add_argument("--after", metavar="POSITION", help="go on from here, as an earlier watch's lines have it")
     _add_common(watch)
+
+
+def _add_block_questions(commands: Commands) -> None:
+    hashes = add_command(
+        commands,
+        "hashes",
+        "the hashes of a prompt's full blocks, a line each",
+        "kvbm-catalog hashes prompt.txt --namespace my-model",
+    )
+    hashes.add_argument("prompt", metavar="PROMPT", help=PROMPT_HELP)
+    _add_namespace(hashes)
+    _add_common(hashes)
+    who = add_command(
+        commands,
+        "who",
+        "who holds one block, in which tier",
+        "kvbm-catalog who 5f0c71a2",
+    )
+    who.description = """Who holds one block, in which tier: in all namespaces, or in the one that is given.
+
+A beginning of a hash is looked up in the catalog's history (catalog.history); without one, give all 32 digits."""
+    who.add_argument("hash", metavar="HASH", type=_digits, help="its 32 hex digits, or at least the first 8")
+    _add_namespace(who)
+    _add_common(who)
 
 
 def ask(arguments: argparse.Namespace) -> int:
@@ -182,9 +197,8 @@ def listening_url(settings: Settings) -> str:
 
 
 def _add_prompt(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", metavar="PROMPT", help=_PROMPT_HELP)
-    parser.add_argument("--namespace", metavar="N", default="", help=_NAMESPACE_HELP)
-    parser.add_argument("--tenant", metavar="NAME", default="", help="with a model: whose namespaces")
+    parser.add_argument("prompt", metavar="PROMPT", help=PROMPT_HELP)
+    _add_namespace(parser)
     parser.add_argument("--salt", metavar="TEXT", default="", help="with token ids: the request's cache_salt")
     parser.add_argument("--lora", metavar="NAME", default="", help="with token ids: the request's adapter")
     parser.add_argument("--lora-path", metavar="PATH", default="", help="… and its path, as the engine has it")
@@ -195,6 +209,11 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
         action="append",
         help="with token ids: an image or the like in the prompt; once for each, in order",
     )
+
+
+def _add_namespace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--namespace", metavar="N", default="", help=_NAMESPACE_HELP)
+    parser.add_argument("--tenant", metavar="NAME", help='only namespaces of this tenant; "" for those of none')
 
 
 def _add_common(parser: argparse.ArgumentParser, limit: bool = False) -> None:
@@ -216,21 +235,21 @@ def _add_common(parser: argparse.ArgumentParser, limit: bool = False) -> None:
 
 
 def _lookup(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
-    prompt = _read_prompt(arguments.prompt)
-    if (tokens := _asked_by_tokens(client, arguments, prompt)) is not None:
+    prompt = read_prompt(arguments.prompt)
+    if (tokens := asked_by_tokens(client, arguments, prompt)) is not None:
         answer = client.lookup_prompt(tokens, limit=arguments.limit)
     else:
-        namespace, hashes = _namespace_and_hashes(client, settings, arguments.namespace, prompt)
+        namespace, hashes = namespace_and_hashes(client, settings, meant_by(arguments), prompt)
         answer = client.lookup(namespace, hashes, limit=arguments.limit)
     _print(arguments, answer, lambda: _told_lookup(answer))
 
 
 def _route(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
-    prompt = _read_prompt(arguments.prompt)
-    if (tokens := _asked_by_tokens(client, arguments, prompt)) is not None:
+    prompt = read_prompt(arguments.prompt)
+    if (tokens := asked_by_tokens(client, arguments, prompt)) is not None:
         _route_tokens(arguments, client, tokens)
         return
-    namespace, hashes = _namespace_and_hashes(client, settings, arguments.namespace, prompt)
+    namespace, hashes = namespace_and_hashes(client, settings, meant_by(arguments), prompt)
     count = arguments.input_tokens or len(prompt.tokens)
     if not count:
         if isinstance(namespace, bytes):
@@ -250,9 +269,31 @@ def _route(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
     _print(arguments, answer, lambda: _told_route(answer))
 
 
+def _route_tokens(arguments: argparse.Namespace, client: Catalog, tokens: PromptTokens) -> None:
+    if arguments.input_tokens:
+        raise ConfigError("--input-tokens goes with hashes; of token ids all are given")
+    if isinstance(client, CatalogClient):
+        answer = client.route_prompt(tokens, limit=arguments.limit, remember=arguments.send)
+    else:
+        answer = client.route_prompt(tokens, limit=arguments.limit)
+    _print(arguments, answer, lambda: _told_route(answer))
+
+
+def _hashes(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
+    namespace, hashes = namespace_and_hashes(client, settings, meant_by(arguments), read_prompt(arguments.prompt))
+    each = [hashes[at : at + HASH_BYTES].hex() for at in range(0, len(hashes), HASH_BYTES)]
+    _print(arguments, {"namespace": id_of(namespace).hex(), "hashes": each}, lambda: each)
+
+
 def _who(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
-    answer = client.block(_namespace(client, arguments.namespace), arguments.hash)
-    _print(arguments, answer, lambda: _told_block(answer))
+    meant = meant_by(arguments)
+    is_one = len(arguments.hash) == 2 * HASH_BYTES and meant != ANY_NAMESPACE
+    if is_one:
+        answer = client.block(namespace_of(client, meant), bytes.fromhex(arguments.hash))
+        _print(arguments, answer, lambda: _told_block(answer))
+        return
+    found = blocks_found(client, meant, arguments.hash)
+    _print(arguments, found.answers, lambda: _told_blocks(arguments.hash, found))
 
 
 def _instances(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
@@ -260,16 +301,28 @@ def _instances(arguments: argparse.Namespace, settings: Settings, client: Catalo
         namespaces = client.namespaces()
         _print(arguments, namespaces, lambda: [_namespace_table(namespaces)])
         return
+    _tell_degraded(client)
     if arguments.name is None:
         found = client.instances()
-        _print(arguments, found, lambda: [_instance_table(found)])
+        _print(arguments, found, lambda: _instance_table(found))
         return
     one = client.instance(arguments.name)
     if one is None:
         raise CatalogError(
             f"the catalog knows no instance {arguments.name!r}; `kvbm-catalog instances` lists those it knows"
         )
-    _print(arguments, one, lambda: [_all_of(one)])
+    _print(arguments, one, lambda: [*_all_of(one)])
+
+
+def _tell_degraded(client: Catalog) -> None:
+    """Say, aside, what of the catalog does not work though it answers, and how old its view is. Callers who may not
+    know it are told nothing.
+    """
+    answer = client.ready()
+    if not answer.ready:
+        say(f"the catalog is not ready: {answer.reason}", to=sys.stderr)
+    if answer.degraded:
+        say(f"the catalog is degraded: {answer.degraded}", to=sys.stderr)
 
 
 def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
@@ -278,9 +331,9 @@ def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
     namespace: Namespace | NamespaceId | None = None
     hashes = None
     if arguments.prompt:
-        namespace, hashes = _namespace_and_hashes(client, settings, arguments.namespace, _read_prompt(arguments.prompt))
-    elif arguments.namespace or arguments.instance is None:
-        namespace = _namespace(client, arguments.namespace)
+        namespace, hashes = namespace_and_hashes(client, settings, meant_by(arguments), read_prompt(arguments.prompt))
+    elif arguments.namespace or arguments.tenant is not None or arguments.instance is None:
+        namespace = namespace_of(client, meant_by(arguments))
     watch = client.watch(namespace, arguments.instance, hashes, arguments.after)
     try:
         for event in watch:
@@ -296,9 +349,15 @@ def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
 def _usage(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
     if not isinstance(client, CatalogClient):
         raise ConfigError("usage is told by one catalog; give one --url: catalogs of one database have all of it")
-    since, until = (None if text is None else parse_time(text) for text in (arguments.since, arguments.until))
-    check_stretch(since, until)
-    report = client.usage(arguments.since or "", arguments.until or "", arguments.tenant)
+    stretch = parse_stretch(arguments.since, arguments.until, time.time_ns() // 1_000_000)
+    since, until = ("" if one is None else time_text(one) for one in stretch)
+    with Watch("usage"):
+        report = client.usage(since, until, arguments.tenant)
+    asked = arguments.tenant or ()
+    if set(asked) - {hour.tenant for hour in report.hours}:
+        known = {one.fields.tenant for one in client.namespaces()}
+        for line in unused_lines(report.hours, asked, known, "the catalog"):
+            say(f"kvbm-catalog: {line}", to=sys.stderr)
     if arguments.csv:
         say_csv(csv_of(report.hours))
         for line in gap_lines(report):
@@ -309,190 +368,21 @@ def _usage(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
 
 def time_of(text: str) -> str:
     """A time that a catalog can be asked about; argparse names the option. Raises ArgumentTypeError."""
-    found = parse_time(text, time.time_ns() // 1_000_000)
-    if found is None:
+    if parse_time(text) is None and clock_us(text) is None:
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is no time; {TIMES_HOW}")
-    return text if clock_us(text) is None else time_text(found)
+    return text
 
 
 _QUESTIONS: dict[str, Ask] = {
     "lookup": _lookup,
     "route": _route,
+    "hashes": _hashes,
     "who": _who,
     "instances": _instances,
     "usage": _usage,
     "watch": _watch,
 }
 QUESTIONS = tuple(_QUESTIONS)
-
-
-# -- what is asked about ----------------------------------------------------------------------------------------------
-
-
-def _read_prompt(given: str) -> _Prompt:
-    """Raises ConfigError: it is neither."""
-    if (found := _parsed(given)) is not None:
-        return found
-    if given == "-":
-        place = "standard input"
-        text = sys.stdin.buffer.read(_PROMPT_BYTES + 1).decode(errors="replace")
-    else:
-        try:
-            text, place = read_small(Path(given), _PROMPT_BYTES).decode(errors="replace"), given
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise ConfigError(
-                f"{given[:80]!r} is neither token ids nor hashes, and no file that can be read ({why}); give "
-                f"{_PROMPT_HELP}"
-            ) from None
-    found = _parsed(text)
-    if found is None or len(text) > _PROMPT_BYTES:
-        raise ConfigError(
-            f'{place} holds neither token ids nor hashes; give ids ("1 2 3" or [1, 2, 3]) or hashes of 32 hex digits, '
-            f"at most {_PROMPT_BYTES >> 20} MiB"
-        )
-    return found
-
-
-def _parsed(text: str) -> _Prompt | None:
-    words = text.replace(",", " ").replace("[", " ").replace("]", " ").replace('"', " ").split()
-    if words and all(_HASHES.fullmatch(word) for word in words):
-        hashes = bytes.fromhex("".join(words))
-        if len(hashes) > MAX_HASHES * HASH_BYTES:
-            raise ConfigError(f"{len(hashes) // HASH_BYTES} hashes; a question has at most {MAX_HASHES}")
-        return _Prompt([], hashes)
-    if words and all(_TOKENS.fullmatch(word) and int(word) < 1 << 32 for word in words):
-        if len(words) > MAX_TOKENS:
-            raise ConfigError(f"{len(words)} token ids; a question has at most {MAX_TOKENS}")
-        return _Prompt([int(word) for word in words], b"")
-    return None
-
-
-def _namespace_and_hashes(
-    client: Catalog, settings: Settings, asked: str, prompt: _Prompt
-) -> tuple[Namespace | NamespaceId, bytes]:
-    namespace = _namespace(client, asked)
-    if not prompt.tokens:
-        return namespace, prompt.hashes
-    if isinstance(namespace, bytes):
-        raise ConfigError(
-            f"the catalog does not know what namespace {namespace.hex()} is, so tokens cannot be hashed for it; give "
-            "hashes"
-        )
-    secrets = TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file)
-    if namespace.tenant and namespace.tenant not in secrets:
-        raise ConfigError(_no_secret(client, namespace, secrets))
-    secret = secrets[namespace.tenant].encode() if namespace.tenant in secrets else b""
-    hashes = client.hashes(namespace, secret, prompt.tokens)
-    if not hashes:
-        raise ConfigError(
-            f"{len(prompt.tokens)} token ids fill no block; a block of this namespace has {namespace.block_tokens}"
-        )
-    return namespace, hashes
-
-
-def _no_secret(client: Catalog, namespace: Namespace, secrets: TenantSecrets) -> str:
-    """That tokens cannot be hashed for a tenant, what to give, and which namespaces of the model need nothing more."""
-    others = [
-        one
-        for one in client.namespaces()
-        if one.fields.model == namespace.model and (not one.fields.tenant or one.fields.tenant in secrets)
-    ]
-    listed = "; or one of these with --namespace" + _list_of(others) if others else ""
-    return (
-        f"tokens of tenant {namespace.tenant!r} are hashed with its secret, which is not in catalog.tenant_secrets or "
-        "its file; give --set catalog.tenant_secrets_file=FILE, in which stands "
-        f'[tenants.{namespace.tenant}] and below it secret = "…", or give hashes instead of tokens{listed}'
-    )
-
-
-def _list_of(namespaces: Sequence[NamespaceSummary]) -> str:
-    lines = [f"\n  {one.id}  {_named(one)}" for one in namespaces[:_MOST_NAMED]]
-    more = len(namespaces) - len(lines)
-    lines += [f"\n  and {more} more; see `kvbm-catalog instances --namespaces`"] if more else []
-    return f":{''.join(lines)}"
-
-
-def _route_tokens(arguments: argparse.Namespace, client: Catalog, tokens: PromptTokens) -> None:
-    if arguments.input_tokens:
-        raise ConfigError("--input-tokens goes with hashes; of token ids all are given")
-    if isinstance(client, CatalogClient):
-        answer = client.route_prompt(tokens, limit=arguments.limit, remember=arguments.send)
-    else:
-        answer = client.route_prompt(tokens, limit=arguments.limit)
-    _print(arguments, answer, lambda: _told_route(answer))
-
-
-def _asked_by_tokens(client: Catalog, arguments: argparse.Namespace, prompt: _Prompt) -> PromptTokens | None:
-    """What the catalog is asked by tokens; None: hashes are given, or are made here."""
-    has_keys = bool(arguments.salt or arguments.lora or arguments.lora_path or arguments.media)
-    if not prompt.tokens:
-        if has_keys:
-            raise ConfigError("--salt, --lora, --lora-path and --media go with token ids, and hashes are given")
-        return None
-    asked = str(arguments.namespace)
-    known = client.namespaces()
-    by_model = [one for one in known if asked and one.fields.model == asked]
-    if by_model and (has_keys or any(one.fields.scheme != HASHABLE_SCHEME for one in by_model)):
-        return _prompt_tokens(arguments, prompt, None, asked)
-    if by_model:
-        return None
-    namespace = _namespace(client, asked)
-    if not isinstance(namespace, Namespace) or (namespace.scheme == HASHABLE_SCHEME and not has_keys):
-        return None
-    return _prompt_tokens(arguments, prompt, namespace, "")
-
-
-def _prompt_tokens(
-    arguments: argparse.Namespace, prompt: _Prompt, namespace: Namespace | None, model: str
-) -> PromptTokens:
-    return PromptTokens(
-        tokens=prompt.tokens,
-        namespace=namespace,
-        model=model,
-        tenant=arguments.tenant if model else "",
-        salt=arguments.salt,
-        lora=arguments.lora,
-        lora_path=arguments.lora_path,
-        media=arguments.media or (),
-    )
-
-
-def _media(text: str) -> MediaAsked:
-    found = _MEDIA.fullmatch(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no media; give IDENTIFIER@OFFSET+TOKENS, as cat-1@16+576")
-    name, offset, tokens = found.groups()
-    return MediaAsked(identifier=name, offset=int(offset), tokens=int(tokens))
-
-
-def _namespace(client: Catalog, asked: str) -> Namespace | NamespaceId:
-    """The one that is meant. An id that the catalog does not know is asked for as it is."""
-    known = client.namespaces()
-    by_model = [one for one in known if not asked or one.fields.model == asked]
-    fitting = by_model or [one for one in known if one.id.startswith(asked.lower())]
-    if len(fitting) == 1:
-        return fitting[0].fields
-    if not fitting and re.fullmatch(r"[0-9a-fA-F]{32}", asked):
-        return NamespaceId(bytes.fromhex(asked))
-    if not fitting:
-        what = f"the catalog knows no namespace {asked!r}" if asked else "the catalog knows no namespace yet"
-    elif asked:
-        what = f"{asked!r} may be any of {len(fitting)} namespaces"
-    else:
-        what = f"the catalog knows {len(known)} namespaces"
-    choices = fitting or known
-    how = f"; give --namespace with an id of these, or its beginning{_list_of(choices)}" if choices else ""
-    raise ConfigError(f"{what}{how}")
-
-
-def _named(one: NamespaceSummary) -> str:
-    fields = one.fields
-    words = [fields.model, fields.revision, fields.kv_dtype, f"{fields.block_tokens} tokens", fields.ranks]
-    words += [f"group {fields.kv_group}"] if fields.kv_group else []
-    words += [f"lora {fields.lora}"] if fields.lora else []
-    words += [f"tenant {fields.tenant}"] if fields.tenant else []
-    return plain(", ".join([word for word in words if word] + [fields.scheme]))
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -518,7 +408,7 @@ def _missed(missed: MissedAnswer | msgspec.UnsetType) -> list[str]:
 
 
 def _told_lookup(answer: LookupAnswer) -> list[Listing | str]:
-    table = Listing("instance", "#blocks", "tiers", "#with its pools", remark="remark")
+    table = Listing("instance", "#blocks", "~tiers", "#with its pools", remark="remark")
     for one in answer.instances:
         table.add(one.instance, one.depth, _tiers(one.tiers), one.reach, remark=_SUSPECT if one.suspect else "")
     for pool in answer.pools:
@@ -562,15 +452,32 @@ def _told_block(answer: BlockAnswer) -> list[Listing | str]:
     return told + _view(answer.view_age_s)
 
 
+def _told_blocks(digits: str, found: FoundBlocks) -> list[Listing | str]:
+    """Of a block in all namespaces, or of those whose hashes begin alike."""
+    if found.namespaces == 1:
+        return _told_block(found.answers[0])
+    table = Listing("block", "~namespace", "holder", "kind", "tier", remark="remark")
+    held = [(answer, one) for answer in found.answers for one in answer.holders]
+    for answer, one in held:
+        named = f"{answer.namespace[:8]} {found.models.get(answer.namespace, '')}".rstrip()
+        table.add(answer.hash[:_SHORT], named, one.name, one.kind, one.tier, remark=_SUSPECT if one.suspect else "")
+    told: list[Listing | str] = [table] if held else [f"nobody holds {found.what(digits)}"]
+    told += [f"hash {one}" for one in sorted({answer.hash for answer, _ in held})]
+    told += [found.unread] if found.unread else []
+    return told + _view(max((answer.view_age_s for answer in found.answers), default=0.0))
+
+
 def _namespace_table(namespaces: Sequence[NamespaceSummary]) -> Listing:
-    table = Listing("namespace", "fields")
+    table = Listing("namespace", "~fields")
     for one in namespaces:
-        table.add(one.id, _named(one))
+        table.add(one.id, named_in_words(one))
     return table
 
 
-def _instance_table(found: Sequence[InstanceSummary]) -> Listing:
-    used = [tier.name for tier in Tier if any(pool.tier == tier.name for one in found for pool in one.pools)]
+def _instance_table(found: Sequence[InstanceSummary]) -> list[Listing | str]:
+    if not found:
+        return ["the catalog knows no instance yet: none has published to its stream, or sent a heartbeat"]
+    used = [tier.name for tier in Tier if any(_own(one, tier.name) for one in found)]
     held = (f"#{tier} held / slots" for tier in used)
     table = Listing("instance", "state", *held, "#queued tokens", "#heard s ago", remark="remark")
     for one in found:
@@ -578,12 +485,22 @@ def _instance_table(found: Sequence[InstanceSummary]) -> Listing:
         queued = "" if one.queued_tokens is None else one.queued_tokens
         age = "" if one.heartbeat_age_s is None else f"{one.heartbeat_age_s:.1f}"
         table.add(one.instance, one.state, *tiers, queued, age, remark=_remarks(one))
-    return table
+    shared = {pool.name: pool.held_blocks for one in found for pool in one.pools if _is_shared(pool)}
+    return [table, *(f"pool {name or '(no name)'} of all: {blocks} blocks" for name, blocks in sorted(shared.items()))]
 
 
-def _filled(one: InstanceSummary, tier: str) -> str:
-    slots = sum(pool.slots for pool in one.pools if pool.tier == tier)
-    return f"{one.held_blocks.get(tier, 0)} / {slots or '?'}" if any(pool.tier == tier for pool in one.pools) else ""
+def _is_shared(pool: PoolSummary) -> bool:
+    return pool.reach == Reach.CLUSTER.name
+
+
+def _own(one: InstanceSummary, tier: str) -> list[PoolSummary]:
+    """Pools of one tier that are the instance's alone."""
+    return [pool for pool in one.pools if pool.tier == tier and not _is_shared(pool)]
+
+
+def _filled(one: InstanceSummary, tier: str) -> Filled | str:
+    own = _own(one, tier)
+    return Filled(one.held_blocks.get(tier, 0), sum(pool.slots for pool in own)) if own else ""
 
 
 def _remarks(one: InstanceSummary) -> str:
@@ -593,8 +510,8 @@ def _remarks(one: InstanceSummary) -> str:
     return "; ".join(words + ([one.trouble] if one.trouble else []))
 
 
-def _all_of(one: InstanceSummary) -> Listing:
-    table = Listing("field", "value")
+def _all_of(one: InstanceSummary) -> list[Listing | str]:
+    table = Listing("field", "~value")
     for name, value in msgspec.to_builtins(one).items():
         if name == "pools":
             for pool in one.pools:
@@ -604,11 +521,12 @@ def _all_of(one: InstanceSummary) -> Listing:
                     f"bytes, {pool.reach}",
                 )
         elif value not in (None, "", [], {}):
-            table.add(
-                name,
-                _tiers(value) if name == "held_blocks" else ", ".join(value) if isinstance(value, list) else value,
-            )
-    return table
+            text = _tiers(value) if isinstance(value, dict) else ", ".join(value) if isinstance(value, list) else value
+            table.add(name, text)
+    if one.heartbeat_age_s is None:
+        return [table, "no heartbeat of it was heard since this catalog began: what it would say is left out"]
+    said = ", ".join(name for name in _OF_HEARTBEAT if getattr(one, name) not in (None, "", {}))
+    return [table, f"as of its last heartbeat, {one.heartbeat_age_s:.1f} s ago: {said}"]
 
 
 def _watched(event: WatchEvent) -> list[str]:
@@ -653,7 +571,15 @@ def _tokens_count(text: str) -> int:
     return count_between(text, 1, MAX_INPUT_TOKENS)
 
 
-def _one_hash(text: str) -> bytes:
-    if not re.fullmatch(r"[0-9a-fA-F]{32}", text):
-        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no hash; give its 32 hex digits")
-    return bytes.fromhex(text)
+def _media(text: str) -> MediaAsked:
+    found = _MEDIA.fullmatch(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no media; give IDENTIFIER@OFFSET+TOKENS, as cat-1@16+576")
+    name, offset, tokens = found.groups()
+    return MediaAsked(identifier=name, offset=int(offset), tokens=int(tokens))
+
+
+def _digits(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{8,32}", text):
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is no hash; give its 32 hex digits, or at least the first 8")
+    return text.lower()

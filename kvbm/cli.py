@@ -301,6 +301,7 @@ def _add_bench(commands: Commands) -> None:
             "index",
             "replay",
             "history",
+            "bridge",
             "ingest",
             "sql",
             "stream",
@@ -421,6 +422,9 @@ def _add_probe(commands: Commands) -> None:
     probe.add_argument(
         "--wait", type=seconds, default=0.0, metavar="S", help="ask again for so many seconds (default: once)"
     )
+    probe.add_argument(
+        "--strict", action="store_true", help="return 1 also where a catalog is ready and degraded (default: 0)"
+    )
     add_json(probe)
     add_settings(probe)
 
@@ -522,7 +526,7 @@ def _done(arguments: argparse.Namespace) -> int:
         case "probe":
             from kvbm.workload import probe
 
-            return probe.main(arguments.url, arguments.wait, settings_of(arguments), arguments.json)
+            return probe.main(arguments.url, arguments.wait, settings_of(arguments), arguments.json, arguments.strict)
         case "bridge":
             from kvbm.assembly.bridge import run_bridge
             from kvbm.assembly.reload import Reloads, takes_logs

@@ -79,7 +79,7 @@ class Watch:
     def done(self, done: int) -> None:
         self._done = done
         self._steps += 1
-        if self.shows and self._steps % _EVERY == 1:
+        if self.shows and (self._steps % _EVERY == 1 or 0 < self.total <= _EVERY):
             self._show()
 
     def _show(self) -> None:

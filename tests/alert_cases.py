@@ -133,6 +133,11 @@ ALERT_CASES: dict[str, AlertCase] = {
         5,
         also={of_catalog("degraded_parts", ',part="SQL"'): [(1, END)]},
     ),
+    "KvbmTaskEnded": flag(
+        of_catalog("degraded_parts", ',part="tasks"'),
+        1,
+        also={of_catalog("degraded_parts", ',part="history"'): [(1, END)]},
+    ),
     "KvbmViewOld": flag(of_catalog("view_age_seconds"), 1, back=29, on=31),
     "KvbmCatalogLags": flag(of_catalog("lag_seconds"), 5, back=29, on=31),
     "KvbmSqlBehind": ratio(of_catalog("stream_sequence"), of_catalog("stored_sequence"), 5000, 15_001, 15_000, 15),

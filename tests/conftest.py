@@ -25,6 +25,7 @@ _TESTS = Path(__file__).parent
 _ENGINES = _TESTS / "engines"
 _SGLANG = _ENGINES / "sglang"
 _PD = _ENGINES / "pd"
+_BRIDGE = _ENGINES / "bridge"
 _RDMA = _TESTS / "rdma"
 _WEB = _TESTS / "web"
 _UPGRADE = _TESTS / "upgrade"
@@ -137,6 +138,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--upgrade", action="store_true", help="run also what upgrades a cluster of two versions: `make test-upgrade`"
     )
     parser.addoption("--pd", action="store_true", help="run also what needs vLLM and vllm-router: `make test-pd`")
+    parser.addoption(
+        "--bridge", action="store_true", help="run also what needs vLLM, its router and Dynamo's: `make test-bridge`"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -147,17 +151,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Without --engines, tests of real engines are not even imported; those of SGLang without --sglang, those of
-    prefillers and decoders without --pd, those of the page without --web, and those of upgrades without --upgrade.
-    With it and without an engine they fail.
+    prefillers and decoders without --pd, those of the bridge without --bridge, those of the page without --web, and
+    those of upgrades without --upgrade. With it and without an engine they fail.
 
     Those over RDMA are for `make test-rdma` alone, which runs them in a VM without this file.
     """
     if collection_path == _RDMA:
         return True
-    own = {_SGLANG: "--sglang", _PD: "--pd", _WEB: "--web", _UPGRADE: "--upgrade"}
+    own = {_SGLANG: "--sglang", _PD: "--pd", _BRIDGE: "--bridge", _WEB: "--web", _UPGRADE: "--upgrade"}
     if collection_path in own:
         return True if not config.getoption(own[collection_path]) else None
-    if collection_path == _ENGINES and not any(map(config.getoption, ("--engines", "--sglang", "--pd"))):
+    if collection_path == _ENGINES and not any(map(config.getoption, ("--engines", "--sglang", "--pd", "--bridge"))):
         return True
     return None
 

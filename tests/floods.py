@@ -195,7 +195,7 @@ class Honest:
 # -- floods -----------------------------------------------------------------------------------------------------------
 
 Flood = Callable[["Source"], Awaitable[None]]
-CLOSES = b"\r\nhost: x\r\nconnection: close\r\n\r\n"
+CLOSES = b"\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
 
 
 class Source:
@@ -231,7 +231,7 @@ class Source:
 def post(path: str, body: bytes, length: int | None = None) -> bytes:
     """A request."""
     size = len(body) if length is None else length
-    return b"POST %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (
+    return b"POST %s HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (
         path.encode(),
         size,
         body,
@@ -241,7 +241,7 @@ def post(path: str, body: bytes, length: int | None = None) -> bytes:
 async def half_open(source: Source) -> None:
     """Connections that send half a header and stay."""
     _, writer = await source.connect()
-    writer.write(b"POST /v1/route HTTP/1.1\r\nhost: x\r\nx-long: ")
+    writer.write(b"POST /v1/route HTTP/1.1\r\nhost: 127.0.0.1\r\nx-long: ")
     await asyncio.sleep(DICE.uniform(2, 6))
     writer.close()
 
@@ -286,7 +286,7 @@ async def deaf(source: Source) -> None:
     _, writer = await source.connect()
     writer.transport.pause_reading()  # type: ignore[attr-defined]
     for _ in range(200):
-        writer.write(b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n" * 10)
+        writer.write(b"GET /openapi.json HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * 10)
         await writer.drain()
     await asyncio.sleep(5)
     writer.close()
@@ -303,7 +303,7 @@ async def quick(source: Source) -> None:
     """As many small requests as one connection takes."""
     reader, writer = await source.connect()
     for _ in range(100):
-        writer.write(b"GET /v1/namespaces HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /v1/namespaces HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")
         lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
         await reader.readexactly(int(lengths[0].split(b":")[1]))
@@ -315,7 +315,7 @@ async def strangers(source: Source) -> None:
     """Headers that promise a body which would need room, and nothing more."""
     _, writer = await source.connect()
     writer.write(
-        b"POST /v1/lookup HTTP/1.1\r\nhost: x\r\ncontent-type: %b\r\ncontent-length: 262144\r\n\r\n"
+        b"POST /v1/lookup HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: %b\r\ncontent-length: 262144\r\n\r\n"
         % CONTENT_TYPE.encode()
     )
     await asyncio.sleep(DICE.uniform(2, 6))
@@ -406,7 +406,7 @@ def half_open_sockets(url: str, count: int, address: str = "127.0.0.1") -> list[
         sockets.append(one)
         with contextlib.suppress(OSError):
             one.connect((host, int(port)))
-            one.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n")
+            one.sendall(b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n")
     return sockets
 
 

@@ -14,6 +14,7 @@ import msgspec
 from kvbm.core.extra_keys import salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import UNKNOWN, Namespace, SequenceHash, Tier, split_hashes
+from kvbm.reference.foreign_blocks import ForeignBlocks
 from kvbm.streams.foreign.blocks import Arrived, Emptied, Gained, Lost, NamespaceNamed
 from kvbm.streams.foreign.identity import MEDIA, ForeignSource
 from kvbm.streams.foreign.state import (
@@ -104,9 +105,8 @@ def payload(*events: Any, rank: int | None = 0) -> bytes:
 
 
 def new_state(can_replay: bool = True, kind: Kind = Kind.VLLM, rank: int | None = None, **more: Any) -> ForeignState:
-    return ForeignState(
-        ForeignSource(MODEL, **more), lambda data: decode_batch(data, kind), sequence_hashes, can_replay, rank
-    )
+    blocks = ForeignBlocks(ForeignSource(MODEL, **more), sequence_hashes)
+    return ForeignState(blocks, lambda data: decode_batch(data, kind), can_replay, rank)
 
 
 class Fold:

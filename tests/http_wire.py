@@ -78,7 +78,12 @@ def check_in_any_order(wire: Wire, kinds: Sequence[bytes], plain: bytes) -> None
 
 def post(path: str, body: bytes, *headers: str, length: bool = True) -> bytes:
     """A request; `length`: with the header that says how long its body is."""
-    lines = [f"POST {path} HTTP/1.1", "host: x", *headers, *([f"content-length: {len(body)}"] if length else [])]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: 127.0.0.1",
+        *headers,
+        *([f"content-length: {len(body)}"] if length else []),
+    ]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 

@@ -72,11 +72,11 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(targets: dict[str, list[str]], every: str = "200ms") -> Iterator[Prometheus]:
-    """A Prometheus with the rules of deploy/prometheus.
+def prometheus(targets: dict[str, list[str]], every: str = "200ms", rules: Path = RULES) -> Iterator[Prometheus]:
+    """A Prometheus with rules.
 
     Args:
-        targets: host:port, by job. every: how often to scrape and to look at the rules.
+        targets: host:port, by job. every: how often to scrape and to look at the rules. rules: others than those.
     """
     with tempfile.TemporaryDirectory(prefix="kvbm-prometheus-") as name:
         folder, port = Path(name), free_port()
@@ -84,7 +84,7 @@ def prometheus(targets: dict[str, list[str]], every: str = "200ms") -> Iterator[
             yaml.safe_dump(
                 {
                     "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
-                    "rule_files": [str(RULES)],
+                    "rule_files": [str(rules)],
                     "scrape_configs": [
                         {"job_name": job, "scrape_timeout": every, "static_configs": [{"targets": those}]}
                         for job, those in targets.items()

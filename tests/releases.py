@@ -40,6 +40,7 @@ from tests.object_pools import memory_objects
 GOLDEN = Path(__file__).parent / "golden"
 MANIFEST, JOURNAL, ARCHIVE, CHECKPOINT = "manifest.json", "journal", "archive", "checkpoint"
 POOL, OBJECT, SQLITE, POSTGRES = "nvme.pool.gz", "object.bin", "sqlite.sql", "postgres.sql"
+METRICS = "metrics.json"  # what rules and dashboards read: labels by series, as Prometheus has them
 INSTANCE, CLUSTER = InstanceId("golden"), "golden"
 PROMPTS, DEPTH, OBJECT_BLOCKS = 6, 4, 2
 LIVES = ((0, 1, 2, 3), (2, 4, 5, 1))  # prompts that each life of the instance serves, in order

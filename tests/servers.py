@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -299,11 +299,11 @@ S3_CREDENTIALS: dict[str, Any] = {"access_key_id": "test", "secret_access_key": 
 
 
 @contextmanager
-def s3_server(look_s: float = 0.0) -> Iterator[str]:
+def s3_server(look_s: float = 0.0, on_start: Callable[[int], object] = lambda pid: None) -> Iterator[str]:
     """An S3 server (moto) without buckets; gives its endpoint URL. It takes `S3_CREDENTIALS`, as any other.
 
     Args:
-        look_s: how long it takes to look whether something has the name of a put.
+        look_s: how long it takes to look whether something has the name of a put. on_start: takes its process's id.
     """
     package_folder("moto", "an S3 server", "moto[server]")
     port = free_port()
@@ -314,6 +314,7 @@ def s3_server(look_s: float = 0.0) -> Iterator[str]:
         process = start_process(command, log, env=environment)
         try:
             _wait_until_listening(process, port, log)
+            on_start(process.pid)
             yield f"http://127.0.0.1:{port}"
         finally:
             stop_process(process, signal.SIGKILL)  # it holds nothing

@@ -30,7 +30,7 @@ FLAKES = Path(os.environ.get("KVBM_FLAKES") or ROOT / "build" / "flakes.jsonl")
 MOST = 5  # more at once are no accident
 LIMIT_S = 1200.0  # of one test alone: twice a test's own limit
 # Options without which tests of a kind are left out.
-KINDS = ("--engines", "--pd", "--sglang", "--web", "--objects", "--nightly")
+KINDS = ("--engines", "--pd", "--bridge", "--sglang", "--web", "--objects", "--nightly")
 OF_BYTES = re.compile(r"\b(bytes?|digests?|checksums?|corrupt\w*|wrong|violation)\b", re.IGNORECASE)
 
 

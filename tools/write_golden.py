@@ -169,22 +169,43 @@ def namespace_cases() -> list[dict[str, object]]:
             b"",
         ),
     ]
-    return [
-        {
-            "name": name,
-            "fields": {field: getattr(Namespace(**fields), field) for field in Namespace.__struct_fields__},
-            "canonical": Namespace(**fields).canonical().decode(),
-            "id": Namespace(**fields).id.hex(),
-            "secret": secret.hex(),
-            "root": Namespace(**fields).root(secret).hex(),
-        }
-        for name, fields, secret in given
+    return [namespace_case(*one) for one in given]
+
+
+def seed_cases() -> list[dict[str, object]]:
+    """Namespaces whose seed no double holds: it is a text in the file."""
+    seeds = {
+        "the first whole number that no double holds": 2**53 + 1,
+        "the same below zero": -(2**53) - 1,
+        "the largest of 64 bits": 2**64 - 1,
+        "the least of 64 bits": -(2**63),
+    }
+    found = [
+        namespace_case(name, {"model": "m", "block_tokens": 16, "scheme_seed": seed}, b"secret")
+        for name, seed in seeds.items()
     ]
+    for one in found:
+        one["fields"] = {
+            name: str(value) if name == "scheme_seed" else value for name, value in dict(one["fields"]).items()
+        }
+    return found
+
+
+def namespace_case(name: str, fields: dict[str, Any], secret: bytes) -> dict[str, Any]:
+    """One namespace with what is made of it."""
+    return {
+        "name": name,
+        "fields": {field: getattr(Namespace(**fields), field) for field in Namespace.__struct_fields__},
+        "canonical": Namespace(**fields).canonical().decode(),
+        "id": Namespace(**fields).id.hex(),
+        "secret": secret.hex(),
+        "root": Namespace(**fields).root(secret).hex(),
+    }
 
 
 def vectors() -> bytes:
     """kvbm/hash_vectors.json: one line a case."""
-    told = {"namespaces": namespace_cases(), "prompts": hash_cases(), "derived": derived_cases()}
+    told = {"namespaces": namespace_cases(), "seeds": seed_cases(), "prompts": hash_cases(), "derived": derived_cases()}
     parts = []
     for name, cases in told.items():
         lines = ",\n".join(f"  {json.dumps(case)}" for case in cases)

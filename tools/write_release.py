@@ -4,8 +4,9 @@
     .venv/bin/python tools/write_release.py --force    # before the release: write them anew
 
 Real parts make them: a nats-server, an instance that lives twice, a catalog on SQLite with archive and checkpoints, and
-one on PostgreSQL. manifest.json says what each file must read as, and of which commit they are. Run it on a clean
-checkout of the commit that becomes the release, and commit the files. What was released is never written again.
+one on PostgreSQL. manifest.json says what each file must read as, and of which commit they are; metrics.json, what
+the rules and dashboards of deploy/ read. Run it on a clean checkout of the commit that becomes the release, and commit
+the files. What was released is never written again.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from tests.releases import (
     JOURNAL,
     LIVES,
     MANIFEST,
+    METRICS,
     OBJECT,
     OBJECT_BLOCKS,
     POOL,
@@ -61,6 +63,7 @@ from tests.releases import (
     settings_in,
 )
 from tests.servers import own_postgres, package_folder
+from tests.watched_metrics import read_by_rules_and_dashboards
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("kvbm", "kvbm_ledger", "native", "migrations", "pyproject.toml", "CMakeLists.txt")  # what a wheel is made of
@@ -273,6 +276,7 @@ def _keep_files(own: Path, made: Path) -> None:
     pool = (home_of(own) / "nvme.pool").read_bytes()  # mostly padding
     (made / POOL).write_bytes(gzip.compress(pool, mtime=0))
     shutil.copytree(own / "archive", made / ARCHIVE)
+    (made / METRICS).write_text(json.dumps(read_by_rules_and_dashboards(), indent=1) + "\n")
 
 
 def _reads(made: Path, own: Path, told: Told) -> dict[str, Any]:

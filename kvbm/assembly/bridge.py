@@ -10,23 +10,23 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from kvbm.assembly.logs import log_style
-from kvbm.assembly.native import NATIVE, NATIVE_FOLD
+from kvbm.assembly.native import NEW_FOREIGN_TABLE
 from kvbm.assembly.reload import Reloads
 from kvbm.assembly.services import nats_url, stream_credentials
 from kvbm.assembly.start import ask_stream, epoch_in_catalog, kvbm_version
 from kvbm.bridge.found import FoundEngine, find
-from kvbm.bridge.held import HeldLedger, Said
 from kvbm.bridge.instance import BridgedInstance, BridgeLimits, Names
 from kvbm.bridge.polled import PolledEngine
 from kvbm.bridge.run import run_sources
 from kvbm.bridge.sockets import Address, PublisherSockets, zmq_module
 from kvbm.bridge.source import BridgedSource, Sockets
 from kvbm.bridge.subscribed import SubscribedWorker
+from kvbm.bridge.table import TableLedger, engine_table
 from kvbm.config import Settings, SourceSettings, check_settings
 from kvbm.core.errors import ConfigError, KvbmError
 from kvbm.core.events import PoolStated
@@ -34,6 +34,7 @@ from kvbm.core.ids import UNKNOWN, Epoch, InstanceId, Reach, Tier
 from kvbm.manager.record.publisher_port import Publishing
 from kvbm.safe_log import SafeLog
 from kvbm.service_manager import ServiceManager
+from kvbm.streams.foreign.declared import Said
 from kvbm.streams.foreign.dynamo import SCHEME, DynamoEvents
 from kvbm.streams.foreign.identity import ForeignSource
 from kvbm.streams.foreign.state import Decode, ForeignState
@@ -120,21 +121,26 @@ class _Engines:
 
     def open(self, engines: Iterable[tuple[str, SourceSettings]]) -> list[BridgedSource]:
         """Sources of engines, one for each of their ranks, whose streams have begun. Raises what says why not."""
-        sources: list[BridgedSource] = []
-        known: list[SourceSettings] = []
+        ranks: list[_Rank] = []
         try:
             for name, source in engines:
                 secret = self._tenants.get(source.tenant, "").encode()
-                made = _sources(self._zmq, self._context, name, source, secret)
-                sources += made
-                known += [source] * len(made)
+                ranks += _ranks(self._zmq, self._context, name, source, secret)
             with ThreadPoolExecutor(_ASKERS) as askers:
-                list(askers.map(partial(_open_instance, self._settings, self._url), sources, known))
+                list(askers.map(partial(_open_instance, self._settings, self._url), ranks))
         except BaseException:
-            for opened in sources:
-                opened.close(0.0)
+            for opened in ranks:
+                opened.source.close(0.0)
             raise
-        return sources
+        return [rank.source for rank in ranks]
+
+
+class _Rank(NamedTuple):
+    """One rank of an engine: what hears it, and the ledger of what it holds, whose stream has not begun."""
+
+    source: BridgedSource
+    ledger: TableLedger
+    known: SourceSettings
 
 
 class _Finder:
@@ -200,8 +206,8 @@ def _as_found(source: SourceSettings, found: FoundEngine) -> SourceSettings:
     )
 
 
-def _sources(zmq: Any, context: Any, name: str, settings: SourceSettings, secret: bytes) -> list[BridgedSource]:
-    """An engine: a source for each of its ranks."""
+def _ranks(zmq: Any, context: Any, name: str, settings: SourceSettings, secret: bytes) -> list[_Rank]:
+    """An engine, rank by rank."""
     can_replay = bool(settings.replay)
     known = ForeignSource(
         settings.model,
@@ -213,12 +219,22 @@ def _sources(zmq: Any, context: Any, name: str, settings: SourceSettings, secret
         settings.blocks,
         scheme=SCHEME if settings.kind == "dynamo" else "sha256",
     )
+    pools = [PoolStated(tier, 0, 0) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)]
+    if settings.pool:
+        pools.append(PoolStated(Tier.OBJECT, 0, 0, Reach.CLUSTER, settings.pool))
+    said = Said(settings.topology, f"{settings.kind} by bridge", kvbm_version())
     made = []
     for rank, sockets in enumerate(_listeners(zmq, context, settings)):
         mine = rank if settings.ranks > 1 else None
-        state = ForeignState(known, _decoder(settings), NATIVE.sequence_hashes, can_replay, mine)
         whole = name if mine is None else f"{name}-dp{rank}"
-        made.append(BridgedSource(whole, sockets, state, can_replay, settings.silence_s, time.monotonic))
+        blocks, ledger = engine_table(
+            NEW_FOREIGN_TABLE, InstanceId(whole), known, pools, said, settings.kind in ("vllm", "sglang")
+        )
+        if settings.block_tokens:
+            ledger.declare(blocks.expect(settings.block_tokens))
+        state = ForeignState(blocks, _decoder(settings), can_replay, mine)
+        source = BridgedSource(whole, sockets, state, can_replay, settings.silence_s, time.monotonic)
+        made.append(_Rank(source, ledger, settings))
     return made
 
 
@@ -256,8 +272,9 @@ def _decoder(settings: SourceSettings) -> Decode:
             return partial(decode_batch, kind=Kind(kind))
 
 
-def _open_instance(settings: Settings, url: str, source: BridgedSource, known: SourceSettings) -> None:
+def _open_instance(settings: Settings, url: str, rank: _Rank) -> None:
     """Begin the instance's epoch, and publish it from now on."""
+    source, ledger, known = rank
     instance = InstanceId(source.name)
     named = msgspec.structs.replace(
         settings,
@@ -267,13 +284,6 @@ def _open_instance(settings: Settings, url: str, source: BridgedSource, known: S
     credentials = stream_credentials(named, Role.INSTANCE, source.name)
     on_stream = ask_stream(named, instance, url, credentials)
     epoch = Epoch(max(on_stream.epoch, epoch_in_catalog(named, instance)) + 1)
-    pools = [PoolStated(tier, 0, 0) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)]
-    if known.pool:
-        pools.append(PoolStated(Tier.OBJECT, 0, 0, Reach.CLUSTER, known.pool))
-    said = Said(known.topology, f"{known.kind} by bridge", kvbm_version())
-    ledger = HeldLedger(instance, pools, NATIVE_FOLD, NATIVE.encode_frame, said)
-    if known.block_tokens:
-        ledger.declare(source.state.blocks.expect(known.block_tokens))
     made = BridgedInstance(
         Names(instance, settings.instance.cluster, secrets.token_hex(8)),
         ledger,

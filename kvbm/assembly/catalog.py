@@ -106,7 +106,7 @@ def _service_settings(
 ) -> ServiceSettings:
     from kvbm.assembly.history import history_options
     from kvbm.catalog.access.callers import AccessOptions
-    from kvbm.catalog.service import ServiceSettings
+    from kvbm.catalog.service import ServiceSettings, TenantLimits
 
     return ServiceSettings(
         nats_url=url,
@@ -123,6 +123,10 @@ def _service_settings(
         used_s=settings.gc.used_s,
         tenant_secrets=settings.catalog.tenant_secrets,
         tenant_secrets_file=settings.catalog.tenant_secrets_file,
+        tenants={
+            name: TenantLimits(one.host_bytes, one.nvme_bytes, one.object_bytes)
+            for name, one in settings.tenants.items()
+        },
         capacity=settings.catalog.capacity,
         checkpoints=settings.catalog.checkpoints or str(Path(settings.instance.data_dir) / "catalog-checkpoints"),
         checkpoint_every_s=settings.catalog.checkpoint_every_s,
@@ -131,6 +135,7 @@ def _service_settings(
         access=AccessOptions(
             file=settings.catalog.access,
             open=settings.catalog.open,
+            hosts=settings.catalog.hosts,
             tls_cert=settings.catalog.tls_cert,
             tls_key=settings.catalog.tls_key,
             tls_client_ca=settings.catalog.tls_client_ca,

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvbm import _native
+from kvbm.bridge.table import NewForeignTable
 from kvbm.catalog.index.cluster_index import NewIndex
 from kvbm.core.ages import FOLLOWED, BlockAges, NewAges
 from kvbm.core.backend import Backend, LockProtocol, NewFold, NewLedger
@@ -49,6 +50,7 @@ NATIVE_MESSAGES: NewMessages = _native.NatsMessages
 NATIVE_AGES: NewAges = _native.BlockAges
 NATIVE_STAYS: NewStayFold = _native.StayHistory
 NATIVE_METER: NewUsageMeter = _native.UsageMeter
+NEW_FOREIGN_TABLE: NewForeignTable = _native.ForeignLedger
 
 
 class Core(NamedTuple):

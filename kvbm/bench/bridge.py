@@ -6,22 +6,22 @@ from __future__ import annotations
 
 import gc
 import random
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from kvbm.assembly import NATIVE, NATIVE_FOLD
+from kvbm.assembly import NEW_FOREIGN_TABLE
 from kvbm.bench.measure import Row, rate, resident_bytes
-from kvbm.bridge.held import HeldLedger, Said
 from kvbm.bridge.instance import BridgedInstance, BridgeLimits, Names
 from kvbm.bridge.source import BridgedSource
+from kvbm.bridge.table import engine_table
 from kvbm.core.events import PoolStated
 from kvbm.core.ids import Epoch, InstanceId, Offset, Tier
 from kvbm.manager.record.publisher_port import Publishing
 from kvbm.streams.base import ORIGIN, Position
+from kvbm.streams.foreign.declared import Said
 from kvbm.streams.foreign.identity import ForeignSource
 from kvbm.streams.foreign.state import ForeignState, Input, PublishedMessage
 from kvbm.streams.foreign.wire import Kind, decode_batch
@@ -31,6 +31,7 @@ _BLOCK_TOKENS = 16
 _SAMPLE_BLOCKS = 1 << 15
 _SAMPLE_EVENTS = 1 << 13
 _VOCABULARY = 128_000
+_GOLDEN = 0x9E3779B97F4A7C15  # times a number: as a hash of it
 
 
 class _Engine:
@@ -40,15 +41,15 @@ class _Engine:
 
     def __init__(self, live: int, seed: int) -> None:
         self._choose, self._live = random.Random(seed), live
-        self._held: deque[list[int]] = deque()
-        self._blocks = self._sequence = 0
+        self._first = self._next = self._sequence = 0  # blocks are numbered, so what is held takes no memory here
 
     def messages(self, blocks: int, batch: int) -> list[PublishedMessage]:
         return [self._message(batch) for _ in range(blocks // batch)]
 
     def _message(self, batch: int) -> PublishedMessage:
         choose, events = self._choose, []
-        keys = [choose.getrandbits(64) for _ in range(batch)]
+        keys = self._keys(batch, self._next)
+        self._next += batch
         stored = {
             "type": "BlockStored",
             "block_hashes": keys,
@@ -61,14 +62,16 @@ class _Engine:
             "extra_keys": [None] * batch,
             "group_idx": 0,
         }
-        self._held.append(keys)
-        self._blocks += batch
-        while self._blocks > self._live:
-            gone = self._held.popleft()
-            self._blocks -= len(gone)
+        while self._next - self._first > self._live:
+            gone = self._keys(batch, self._first)
+            self._first += batch
             events.append({"type": "BlockRemoved", "block_hashes": gone, "medium": "GPU", "group_idx": 0})
         self._sequence += 1
         return PublishedMessage(self._sequence - 1, msgspec.msgpack.encode([1.5, [*events, stored], 0]))
+
+    @staticmethod
+    def _keys(count: int, first: int) -> list[int]:
+        return [(number + 1) * _GOLDEN % (1 << 64) for number in range(first, first + count)]
 
 
 class _Wire:
@@ -101,12 +104,11 @@ class _Bridge:
 
     def __init__(self) -> None:
         self._wire, self._now_s = _Wire(), 0.0
-        known = ForeignSource("model", most_blocks=1 << 28)
-        state = ForeignState(known, partial(decode_batch, kind=Kind.VLLM), NATIVE.sequence_hashes, can_replay=False)
-        self._source = BridgedSource("a", self._wire, state, False, 5.0, lambda: self._now_s)
-        name = InstanceId("a")
+        name, known = InstanceId("a"), ForeignSource("model", most_blocks=1 << 28)
         pools = [PoolStated(tier, 0, 0) for tier in (Tier.HBM, Tier.HOST, Tier.NVME)]
-        ledger = HeldLedger(name, pools, NATIVE_FOLD, NATIVE.encode_frame, Said())
+        blocks, ledger = engine_table(NEW_FOREIGN_TABLE, name, known, pools, Said(), True)
+        state = ForeignState(blocks, partial(decode_batch, kind=Kind.VLLM), can_replay=False)
+        self._source = BridgedSource("a", self._wire, state, False, 5.0, lambda: self._now_s)
         limits = BridgeLimits(1.0, 1 << 26, 1 << 30)
         self._instance = BridgedInstance(
             Names(name, "bench", "run"), ledger, limits, lambda: self._now_s, lambda: 1, self._source, Epoch(1)

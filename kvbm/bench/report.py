@@ -91,6 +91,9 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     bridge_blocks_per_s: float | None = None
     bridge_events_per_s: float | None = None
     bridge_bytes_per_block: float | None = None
+    bridge_visible_ms_p50: float | None = None
+    bridge_visible_ms_p99: float | None = None
+    engine_event_ns_per_block: float | None = None
     encode_blocks_per_s: float | None = None
     decode_blocks_per_s: float | None = None
     hash_blocks_per_s: float | None = None
@@ -174,6 +177,14 @@ def _found(measured: tuple[list[Row], Mapping[str, float]]) -> Found:
     return Found(measured[0], dict(measured[1]))
 
 
+def _together(*parts: Found) -> Found:
+    return Found(
+        [row for part in parts for row in part.rows],
+        {key: value for part in parts for key, value in part.numbers.items()},
+        tuple(note for part in parts for note in part.notes),
+    )
+
+
 def _ingest(options: BenchOptions) -> Found:
     require_modules("kvbm bench ingest", CATALOG_MODULES, "catalog")
     from kvbm.bench.ingest import bench_ingest
@@ -182,7 +193,15 @@ def _ingest(options: BenchOptions) -> Found:
 
 
 def _bridge(options: BenchOptions) -> Found:
-    return _found(bench_bridge(min(options.live), options.replacements, options.samples, options.seed))
+    require_modules("kvbm bench bridge", (*CATALOG_MODULES, "zmq"), "dev")
+    from kvbm.bench.bridge_line import bench_bridge_line
+    from kvbm.bench.engine_events import bench_engine_events
+
+    return _together(
+        _found(bench_bridge(min(options.live), options.replacements, options.samples, options.seed)),
+        bench_bridge_line(options.samples, options.seed),
+        bench_engine_events(options.samples, options.seed),
+    )
 
 
 def _catalog(options: BenchOptions) -> Found:
@@ -192,16 +211,11 @@ def _catalog(options: BenchOptions) -> Found:
     from kvbm.bench.catalog_many import bench_many
     from kvbm.bench.catalog_replica import bench_replica
 
-    parts = (
+    return _together(
         bench_catalog(max(options.live), options.samples, options.seed),
         bench_replica(max(options.live), options.samples, options.seed),
         bench_loaded(max(options.live), options.samples, options.seed),
         bench_many(options.samples, options.seed, options.instances),
-    )
-    return Found(
-        [row for part in parts for row in part.rows],
-        {key: value for part in parts for key, value in part.numbers.items()},
-        tuple(note for part in parts for note in part.notes),
     )
 
 

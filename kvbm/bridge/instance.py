@@ -5,11 +5,10 @@ life while it answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol, assert_never, cast
+from typing import NamedTuple, Protocol, cast
 
-from kvbm.bridge.held import HeldLedger
 from kvbm.core.backend import LedgerProtocol
-from kvbm.core.ids import Epoch, InstanceId, Offset
+from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset
 from kvbm.manager.record.event_writer import EventWriter
 from kvbm.manager.record.journal_retention import MemoryRetention
 from kvbm.manager.record.ledger_stream import LedgerStream
@@ -20,6 +19,21 @@ from kvbm.streams.base import Heartbeat, Position
 from kvbm.streams.foreign.blocks import Arrived, Emptied, Fact, Gained, Lost, NamespaceNamed
 from kvbm.streams.foreign.state import BeginEpoch
 from kvbm.streams.memory import MemoryLog
+
+
+class EngineLedger(Protocol):
+    """What an instance needs of its ledger beside what a stream of events does: `table.TableLedger`, or the
+    ledger that specifies it."""
+
+    @property
+    def applied(self) -> Offset: ...
+    @property
+    def epoch(self) -> Epoch: ...
+    def declare(self, namespace: Namespace) -> bool: ...
+    def declared(self) -> tuple[NamespaceId, ...]: ...
+    def record(self, fact: Gained | Arrived | Lost | Emptied) -> None: ...
+    def forget(self) -> None: ...
+    def start(self, epoch: Epoch) -> None: ...
 
 
 class Names(NamedTuple):
@@ -87,7 +101,7 @@ class BridgedInstance:
     def __init__(
         self,
         names: Names,
-        ledger: HeldLedger,
+        ledger: EngineLedger,
         limits: BridgeLimits,
         clock: Callable[[], float],
         wall_clock_ns: Callable[[], int],
@@ -145,22 +159,11 @@ class BridgedInstance:
 
     def _record(self, facts: list[Gained | Arrived | Lost | Emptied]) -> None:
         """Record these, and forget them."""
-        ledger = self._ledger
         if not facts:
             return
         with self.stream.lock:
             for fact in facts:
-                match fact:
-                    case Gained(namespace, tier, parent, start, hashes):
-                        ledger.gain(namespace, tier, parent, start, hashes)
-                    case Lost(namespace, tier, reason, hashes):
-                        ledger.lose(namespace, tier, reason, hashes)
-                    case Arrived(namespace, tier, hashes):
-                        ledger.arrive(namespace, tier, hashes)
-                    case Emptied(tier):
-                        ledger.empty(tier)
-                    case _:
-                        assert_never(fact)
+                self._ledger.record(fact)
         facts.clear()
 
     def turn(self, now_s: float) -> float | None:

@@ -8,8 +8,9 @@ from typing import Any, Protocol
 
 from kvbm.bridge.instance import BridgedInstance
 from kvbm.safe_log import SafeLog
+from kvbm.streams.foreign.blocks import Fact, NamespaceNamed
 from kvbm.streams.foreign.events import EventRefusal
-from kvbm.streams.foreign.state import AskReplay, BeginEpoch, BridgeTicked, Check, Command, ForeignState, Input
+from kvbm.streams.foreign.state import AskReplay, BeginEpoch, BridgeTicked, Check, ForeignState, Input
 
 log = SafeLog()
 
@@ -110,16 +111,21 @@ class BridgedSource:
         return min(self._wake_s, state.wake_s or self._wake_s, now_s + CHECK_S), taken >= TURN_MESSAGES
 
     def _step(self, now_s: float, happened: Input) -> None:
-        facts: list[Command] = []
-        assert self.instance is not None
-        for command in self.state.step(now_s, happened):
+        instance = self.instance
+        facts: list[Fact | BeginEpoch] = []
+        assert instance is not None
+        for command in self.state.commands(now_s, happened):
             if isinstance(command, AskReplay):
                 self._sockets.ask(command.start)
-            else:
-                facts.append(command)
+                continue
+            facts.append(command)
+            if isinstance(command, BeginEpoch | NamespaceNamed):  # nothing that follows may be recorded before it
+                instance.apply(now_s, facts)
+                facts = []
                 if isinstance(command, BeginEpoch):
                     self._note_epoch(now_s)
-        self.instance.apply(now_s, facts)  # type: ignore[arg-type]
+        if facts:
+            instance.apply(now_s, facts)
 
     def _note_epoch(self, now_s: float) -> None:
         """Leave a publisher alone for a while that makes one epoch after the other: each is work for every reader of

@@ -64,6 +64,14 @@ LAST_CHECKPOINT_S = 8.0
 Companion: TypeAlias = "Callable[[CatalogService], Coroutine[None, None, None]]"
 
 
+class TenantLimits(NamedTuple):
+    """What a tenant may have, as the settings say: in each instance's pool, and in object pools; 0: no limit."""
+
+    host_bytes: int = 0
+    nvme_bytes: int = 0
+    object_bytes: int = 0
+
+
 class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What a catalog needs to run.
 
@@ -79,6 +87,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
         claims_every_s: how often claims in the index are held against those in the database.
         tenant_secrets: tenant → secret, for lookups by tokens. tenant_secrets_file: the same in a file that may change;
             "" for none.
+        tenants: their limits, which are told and no more: instances and the janitor keep them.
         capacity: residencies and claims the index takes; more are refused and counted, and their instances marked
             partial.
         checkpoints: folder of the index's checkpoints; "" writes none.
@@ -111,6 +120,7 @@ class ServiceSettings(msgspec.Struct, frozen=True, kw_only=True):
     claims_every_s: float = CLAIMS_EVERY_S
     tenant_secrets: dict[str, str] = {}
     tenant_secrets_file: str = ""
+    tenants: dict[str, TenantLimits] = {}
     routing: RoutingSettings = RoutingSettings()
     capacity: int = 100_000_000
     checkpoints: str = ""

@@ -201,6 +201,7 @@ def _check_sources(sources: Mapping[str, SourceSettings]) -> None:
             if not getattr(source, field):
                 raise ConfigError(f"{key}.{field} is empty; give it")
         _check_source(key, source)
+        _check_rank_ports(key, source)
         other = places.setdefault(f"{source.endpoint} {source.topic} {source.worker}", name)
         if other != name:
             raise ConfigError(
@@ -232,6 +233,19 @@ def _check_source(key: str, source: SourceSettings) -> None:
         raise ConfigError(f"{key}.topic is empty; give the subject, such as namespace.NAME.component.NAME.kv-events")
     if source.kind != "dynamo" and (source.worker or source.health):
         raise ConfigError(f"{key}: worker and health are for engines of kind dynamo; leave them out")
+
+
+def _check_rank_ports(key: str, source: SourceSettings) -> None:
+    """Refuse a rank's messages at the port of another's replays: each rank has the ports behind its neighbour's."""
+    (host, _, port), (replay_host, _, replay_port) = source.endpoint.rpartition(":"), source.replay.rpartition(":")
+    if source.ranks == 1 or host != replay_host or not (port.isdecimal() and replay_port.isdecimal()):
+        return
+    apart = abs(int(replay_port) - int(port))
+    if apart < source.ranks:
+        raise ConfigError(
+            f"{key}.endpoint and replay are {apart} ports apart, and {source.ranks} ranks count up from each; "
+            f"have the engine use ports at least {source.ranks} apart"
+        )
 
 
 def _check_objects(objects: ObjectSettings, nvme: NvmeSettings) -> None:

@@ -473,6 +473,8 @@ class CatalogSettings(SettingsGroup, frozen=True):
         access: file that says who may ask, written by `kvbm-catalog token`; without one everybody who reaches the port
             is an operator, so the catalog then listens on the loopback alone, unless `open`.
         open: listen beyond the loopback without `access`.
+        hosts: on the loopback without `access`: names beside localhost by which requests may call the catalog, such as
+            that of a reverse proxy on its machine. Addresses always may.
         tls_cert, tls_key: files (PEM): the service's certificate and key; they may be replaced while it runs. "" for
             plain HTTP.
         tls_client_ca: file (PEM) of who signs clients' certificates; `access` says who the names in them are.
@@ -500,6 +502,7 @@ class CatalogSettings(SettingsGroup, frozen=True):
     tenant_secrets_file: str = ""
     access: str = ""
     open: bool = False
+    hosts: tuple[str, ...] = ()
     tls_cert: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""

@@ -182,6 +182,28 @@ class RouteRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fiel
     elsewhere: CandidateLoad | None = None
 
 
+class HistoryPromptRequest(LookupRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who held how much of a prompt at a moment? As a lookup, of at most 8,192 blocks; `at_least` and `instances` are
+    of now alone.
+
+    Attributes:
+        at: ISO 8601, Unix seconds, or a clock time such as 12:00 (UTC); None: the end of the history.
+    """
+
+    at: Annotated[str, msgspec.Meta(max_length=MAX_NAME_BYTES)] | None = None
+
+
+class HistoryRouteRequest(HistoryPromptRequest, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What would serving a prompt have cost at a moment, by what is recorded of it?
+
+    Attributes:
+        input_tokens, latency: as in RouteRequest.
+    """
+
+    input_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_INPUT_TOKENS)] | None = None
+    latency: Literal["interactive", "standard", "batch"] = "standard"
+
+
 class InstanceHolding(msgspec.Struct, frozen=True, kw_only=True):
     """How much of a prefix one instance has.
 
@@ -567,8 +589,8 @@ class UsageAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     Attributes:
         hours: in the order of time, then of tenants; only where something was used.
-        gaps: times of which instances have recorded nothing, that begin in the whole stretch that was asked for; for
-            callers of all tenants that ask for all, with the first page.
+        gaps: times of which instances have recorded nothing, that begin in the whole stretch that was asked for,
+            whichever tenants were; for callers of all tenants, with the first page.
         next: ask again `from` here for what is left; "" where nothing is.
     """
 

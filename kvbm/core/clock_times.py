@@ -1,5 +1,5 @@
-"""Times of day, as all commands understand them: 13:19 or 13:19:05, in UTC where no zone is said, the last one that has
-been.
+"""Times of day, as all commands understand them: 13:19 or 13:19:05, in UTC where no zone is said. One that is asked
+about alone, or from which on, is the last one that has been; up to which, the first one after that.
 """
 
 from __future__ import annotations
@@ -29,3 +29,8 @@ def last_at(clock: int, last_us: int) -> int:
     """The last moment up to a time at which a clock shows so many microseconds after midnight; Unix time."""
     time_us = last_us - last_us % DAY_US + clock
     return time_us if time_us <= last_us else time_us - DAY_US
+
+
+def first_after(clock: int, since_us: int) -> int:
+    """The first moment after a time at which a clock shows so many microseconds after midnight; Unix time."""
+    return last_at(clock, since_us) + DAY_US

@@ -13,7 +13,8 @@ be written in two ways are refused.
     16      8  epoch
     24      8  first_offset: offset of the first event
     32      8  wall_time_ns: when the frame was cut, Unix time
-    40      8  digest of the instance's residencies after the last event
+    40      8  digest of the instance's residencies after the last event; all bits set where nobody knows it: in a frame
+               of usage that an erasure has cut out of a longer one
     48      …  the instance's name, UTF-8
             …  namespace ids, 16 bytes each, in the order the events first use them
             …  events
@@ -103,6 +104,8 @@ FRAME_OVERHEAD_BYTES = 52  # header and checksum, names not counted
 FRAME_EVENT_BYTES = 64 << 10  # a frame is cut once its events reach this size
 STOPPED_BYTES = 2  # of an InstanceStopped
 
+UNKNOWN_DIGEST = (1 << 64) - 1  # of a frame; it agrees with everything
+
 _HEADER = struct.Struct("<4sHBBIIQQQQ")
 _CREATED = struct.Struct("<BBBBII")
 _MIGRATED = struct.Struct("<BBBBBBI")
@@ -125,7 +128,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         first_offset: offset of `events[0]`; the others follow without holes.
         wall_time_ns: when the frame was cut, Unix time in nanoseconds.
-        digest: of the instance's residencies after the last event, 64 bits.
+        digest: of the instance's residencies after the last event, 64 bits; or UNKNOWN_DIGEST.
     """
 
     instance: InstanceId

@@ -13,6 +13,7 @@ import msgspec
 CLOCKS = "instances"  # whose clocks times are of
 MOST_LISTED = 1000  # of what an answer lists: holes, epochs, events of a block, starts, stops
 MOST_STEPS = 500
+MOST_PROMPT_BLOCKS = 8192  # of a prompt that is asked for
 
 
 class HistoryHole(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,10 +65,14 @@ class HistoryStatus(msgspec.Struct, kw_only=True):
 
 
 class HistoryTier(msgspec.Struct, frozen=True, kw_only=True):
-    """A tier of an instance at a moment; sizes are None where no start has told them."""
+    """A tier of an instance at a moment; sizes are None where no start has told them.
+
+    Attributes:
+        blocks: held; None: it is a pool of the cluster, whose blocks are nobody's.
+    """
 
     tier: str
-    blocks: int
+    blocks: int | None
     slots: int | None
     block_bytes: int | None
     bytes: int | None
@@ -118,7 +123,7 @@ class HistoryTenant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistoryOverview(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster at a moment. Claims on pools of the cluster are nobody's, and not counted."""
+    """The cluster at a moment. Claims on pools of the cluster are nobody's, and `HistoryPools` has them."""
 
     at: str
     begin: str | None = msgspec.field(name="from")
@@ -126,6 +131,129 @@ class HistoryOverview(msgspec.Struct, frozen=True, kw_only=True):
     instances: list[HistoryInstance]
     tiers: list[HistoryTierSum]
     tenants: list[HistoryTenant]
+    holes: list[HistoryHole]
+    clocks: str = CLOCKS
+
+
+class HistoryPool(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool of the cluster at a moment, and how many blocks were claimed to be in it.
+
+    Attributes:
+        pool: None: which it was no start has told. bytes: None: nor how large a block is.
+    """
+
+    pool: str | None
+    tier: str
+    blocks: int
+    bytes: int | None
+
+
+class HistoryPools(msgspec.Struct, frozen=True, kw_only=True):
+    """What pools of the cluster had at a moment, the fullest first, at most MOST_LISTED."""
+
+    at: str
+    until: str | None
+    pools: list[HistoryPool]
+    holes: list[HistoryHole]
+    clocks: str = CLOCKS
+
+
+class HistoryBlocksHeld(msgspec.Struct, frozen=True, kw_only=True):
+    """Which blocks of a prompt a tier of an instance held, or a pool of the cluster was claimed to hold.
+
+    Attributes:
+        name: the tier's, or the pool's; None: which it was no start has told.
+        blocks: how many. held: which, as in BlocksHeld.
+    """
+
+    name: str | None
+    blocks: int
+    held: str
+
+
+class HistoryPromptHolder(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a prompt an instance held at a moment.
+
+    Attributes:
+        state, epoch, last_frame, stopped: as in HistoryInstance.
+        depth: blocks from the first on that it held in any tier, without a hole. run: those, by the hottest tier that
+            held each.
+        reach: where that run ends when its pool of the cluster, as claimed, goes on where its own tiers end.
+        block_bytes: by tier, where a start has told them.
+        tiers: those that held any of the prompt's blocks, hottest first.
+    """
+
+    instance: str
+    stream: str
+    state: str
+    epoch: int | None
+    last_frame: str | None
+    stopped: str | None
+    depth: int
+    run: dict[str, int]
+    reach: int
+    block_bytes: dict[str, int]
+    tiers: list[HistoryBlocksHeld]
+
+
+class HistoryPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """Who held how much of a prompt at a moment: the deepest first.
+
+    Attributes:
+        block_tokens: of the namespace; None: no start has told it.
+        more: instances that held some of it and are not named, because of `limit`.
+        pools: of the cluster, as far as they were claimed to hold any of it.
+    """
+
+    at: str
+    until: str | None
+    namespace: str
+    block_tokens: int | None
+    blocks: int
+    holders: list[HistoryPromptHolder]
+    more: int
+    pools: list[HistoryBlocksHeld]
+    holes: list[HistoryHole]
+    clocks: str = CLOCKS
+
+
+class HistoryRanked(msgspec.Struct, frozen=True, kw_only=True):
+    """What serving a prompt would have cost an instance that was idle, in seconds by parts; as in RankedInstance."""
+
+    instance: str
+    stream: str
+    last_frame: str | None
+    cost_s: float
+    recompute_s: float
+    fetch_s: float
+    ttft_s: float
+    depth: int
+    missing_tokens: int
+    fetch_blocks: int
+
+
+class HistoryRoute(msgspec.Struct, frozen=True, kw_only=True):
+    """What serving a prompt would have cost at a moment, the least first, as far as what it is made of is recorded.
+
+    Attributes:
+        prefill_tokens_per_s: by which computing is priced.
+        without: the same of an instance that held nothing of it.
+        excluded: instances that held some of it and did not run, by why: "stopped" or "ended".
+        more: instances that held some of it, less than those that are ranked, or cost more.
+        not_known: what the costs leave out, in sentences.
+    """
+
+    at: str
+    until: str | None
+    namespace: str
+    blocks: int
+    input_tokens: int
+    prefill_tokens_per_s: float
+    ranked: list[HistoryRanked]
+    without: HistoryRanked
+    excluded: dict[str, str]
+    more: int
+    not_known: list[str]
     holes: list[HistoryHole]
     clocks: str = CLOCKS
 

@@ -16,8 +16,8 @@ MOST_NEAR = 3
 WHYS: tuple[MissedWhy, ...] = ("no_full_block", "excluded", "hashes_short", "not_held", "namespace_unknown")
 _WORDS: Mapping[MissedWhy, str] = {
     "no_full_block": "the prompt has no full block, and only full blocks are held",
-    "excluded": "those that hold the first block are left out: they have stopped, fallen silent, or are of a newer "
-    "kvbm",
+    "excluded": "those that hold the first block are left out: they have stopped, are about to, have fallen silent, "
+    "or are of a newer kvbm",
     "hashes_short": "the hashes are fewer than the prompt has full blocks in this namespace: they may be of longer "
     "blocks",
     "not_held": "the namespace is known, and nobody has these blocks: they are new, or hashes of other tokens, or of "

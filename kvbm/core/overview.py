@@ -50,14 +50,21 @@ class InstanceColumns(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantColumns(msgspec.Struct, frozen=True, kw_only=True):
-    """Tenants, by the bytes that they have in object pools, at most MOST_TENANTS; `more` are not told.
+    """Tenants, by the blocks that they have in object pools, at most MOST_TENANTS; `more` are not told.
 
     Attributes:
-        tenant: names; "" for namespaces without one. namespaces: how many have said their fields. instances: that have
-            named one of them.
+        tenant: names; "" for namespaces without one, and "*" where the catalog's settings have limits for all that they
+            do not name: that entry counts those together. namespaces: how many have said their fields. instances: that
+            serve one of them.
+        blocks: claimed to be in object pools, whoever has put them. held: the same in bytes, as they lie in the store:
+            reckoned by the size of a block, and by what compression saves those who put now; null: nobody has said how
+            large a pool's blocks are.
         put_raw, put_stored: bytes that those who run now have put in object pools: in memory, and as they lie in the
-            store.
-        quota: bytes that it may have in object pools; null: none is known.
+            store. What was withdrawn since, or put by others before, makes no difference.
+        quota: bytes that it may have in object pools, as the catalog's settings say, or else its database; null: none
+            is known.
+        host_quota, nvme_quota: bytes that it may have in each instance's pool, as the catalog's settings say; null: no
+            limit. An instance goes by its own settings.
         prompts, asked, found: of the prompts that engines have told of since the catalog began: how many, their blocks,
             and those that were found. Told of is a sample, which is reckoned up; null where nobody listens, for want of
             an archive.
@@ -66,9 +73,13 @@ class TenantColumns(msgspec.Struct, frozen=True, kw_only=True):
     tenant: list[str]
     namespaces: list[int]
     instances: list[int]
+    blocks: list[int]
+    held: list[int | None]
     put_raw: list[int]
     put_stored: list[int]
     quota: list[int | None]
+    host_quota: list[int | None]
+    nvme_quota: list[int | None]
     prompts: list[int | None]
     asked: list[int | None]
     found: list[int | None]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice, zip_longest
 from typing import NamedTuple, Protocol
 
 import msgspec
 
-from kvbm.core.clock_times import clock_us, last_at
+from kvbm.core.clock_times import clock_us, first_after, last_at
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import UsageRecorded, UsageRow
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
@@ -27,9 +27,11 @@ Numbers = tuple[int, int, int, int]  # one for each Tier
 
 MOST_GAPS = 1000  # that a report names
 TIMES_HOW = "give ISO 8601, Unix seconds or a clock time such as 13:19 (UTC)"
+_MOST_NAMED = 10  # tenants in a line
 _MOST = (1 << 63) - 1  # that SQL keeps of one number
 _SECONDS = re.compile(r"[0-9]{1,11}")
 _UNIX_BEGIN = datetime(1970, 1, 1, tzinfo=UTC)
+_UNITS = (("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40))
 _TIERS = tuple(tier.name.lower() for tier in Tier)
 
 
@@ -107,8 +109,8 @@ class UsageReport(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hours: in the order of time, then of the tenants' UTF-8; only where something was used.
-        gaps: those that begin in the time that was asked for, by instance and time, at most MOST_GAPS; none where only
-            some tenants were asked for.
+        gaps: those that begin in the time that was asked for, by instance and time, at most MOST_GAPS, whichever
+            tenants were asked for; none for a caller who may know of some tenants alone.
     """
 
     hours: tuple[UsageHour, ...] = ()
@@ -193,17 +195,16 @@ class UsageSums:
             for at, number in enumerate(entry.numbers):
                 sums[at] += number
 
-    def report(self, with_gaps: bool = True, since_ms: int = 0, until_ms: int | None = None) -> UsageReport:
+    def report(self, since_ms: int = 0, until_ms: int | None = None) -> UsageReport:
         """What they come to.
 
         Args:
-            with_gaps: whether to name instances and the times of which they have recorded nothing.
             since_ms, until_ms: gaps that begin in [since_ms, until_ms); None: there is no end.
         """
         ordered = sorted(self._hours.items(), key=lambda one: (one[0][0], one[0][1].encode()))
         return UsageReport(
             hours=tuple(hour_of(hour, tenant, sums) for (hour, tenant), sums in ordered),
-            gaps=tuple(islice(self._gaps(since_ms, until_ms), MOST_GAPS)) if with_gaps else (),
+            gaps=tuple(islice(self._gaps(since_ms, until_ms), MOST_GAPS)),
         )
 
     def _gaps(self, since_ms: int, until_ms: int | None) -> Iterator[UsageGap]:
@@ -261,7 +262,32 @@ def parse_time(text: str, last_ms: int | None = None) -> int | None:
     return ms if ms >= 0 else None
 
 
-def check_stretch(since_ms: int | None, until_ms: int | None) -> None:
+def parse_stretch(since: str | None, until: str | None, last_ms: int) -> tuple[int | None, int | None]:
+    """Since when and until when, as `parse_time` reads them; None where nothing is said.
+
+    Args:
+        last_ms: where a log ends, or now. A time of day is the last one up to here; `until` the first one after `since`
+            where both are said.
+    Raises: ConfigError: one is no time, or what is asked about ends before it begins.
+    """
+    since_ms = None if since is None else _known_time(since, "--from", last_ms)
+    clock = None if until is None or since_ms is None else clock_us(until)
+    if since_ms is not None and clock is not None:
+        return since_ms, first_after(clock, since_ms * 1000 + 999) // 1000
+    until_ms = None if until is None else _known_time(until, "--to", last_ms)
+    _check_stretch(since_ms, until_ms)
+    return since_ms, until_ms
+
+
+def _known_time(text: str, option: str, last_ms: int) -> int:
+    """Raises ConfigError."""
+    found = parse_time(text, last_ms)
+    if found is None:
+        raise ConfigError(f"{option} {text[:80]!r} is no time; {TIMES_HOW}")
+    return found
+
+
+def _check_stretch(since_ms: int | None, until_ms: int | None) -> None:
     """Raises ConfigError: what is asked about ends before it begins."""
     if since_ms is not None and until_ms is not None and since_ms >= until_ms:
         raise ConfigError(f"--from {time_text(since_ms)} does not lie before --to {time_text(until_ms)}")
@@ -289,21 +315,47 @@ def _csv_line(values: Iterable[object]) -> str:
 
 
 def lines_of(report: UsageReport) -> Iterable[str]:
-    """A report for people: bytes as byte-hours, seconds of the engine as hours."""
+    """A report for people: bytes as byte-hours in the unit that fits the most, seconds of the engine as hours."""
     if not report.hours:
         yield "no usage is recorded there"
     else:
-        tiers = " ".join(f"{f'{tier} GiB·h':>14}" for tier in _TIERS)
+        unit, size = _unit_of(report.hours)
+        tiers = " ".join(f"{f'{tier} {unit}·h':>14}" for tier in _TIERS)
         yield f"{'hour':<20} {'tenant':<20} {tiers} {'put':>12} {'read':>12} {'saved tokens':>14} {'GPU h':>10}"
     for hour in report.hours:
         numbers = msgspec.structs.astuple(hour)[2:]
-        held = " ".join(f"{number / 3600 / (1 << 30):>14,.3f}" for number in numbers[:4])
+        held = " ".join(f"{number / 3600 / size:>14,.3f}" for number in numbers[:4])
         put, read = sum(numbers[4:8]), sum(numbers[8:12])
         saved = f"{hour.saved_tokens:>14,} {hour.saved_gpu_us / 3_600_000_000:>10,.3f}"
-        yield f"{hour.hour:<20} {hour.tenant:<20} {held} {put:>12,} {read:>12,} {saved}"
+        yield f"{hour.hour:<20} {hour.tenant or '(none)':<20} {held} {put:>12,} {read:>12,} {saved}"
     if unrated := sum(hour.unrated_tokens for hour in report.hours):
         yield f"of the saved tokens, {unrated:,} came while no prefill rate was known: they count no seconds"
     yield from gap_lines(report)
+
+
+def unused_lines(hours: Iterable[UsageHour], asked: Iterable[str], known: Collection[str], who: str) -> Iterable[str]:
+    """Which tenants that were asked for have used nothing, a line each; a name that nobody has may be mistyped.
+
+    Args:
+        known: names that `who` has heard of.
+    """
+    used = {hour.tenant for hour in hours}
+    for tenant in dict.fromkeys(asked):
+        if tenant in used:
+            continue
+        nothing = f"tenant {tenant!r} has used nothing in these hours"
+        if tenant not in known:
+            names = [repr(name) for name in sorted(known, key=str.encode)[:_MOST_NAMED]]
+            more = f" and {len(known) - len(names):,} more" if len(known) > len(names) else ""
+            nothing += f", and {who} has nothing of that name; it has {', '.join(names) or 'no tenants'}{more}"
+        yield nothing
+
+
+def _unit_of(hours: Iterable[UsageHour]) -> tuple[str, int]:
+    """The largest unit of which the most that a tenant has held in a tier is one at least, and its bytes."""
+    most = max(max(msgspec.structs.astuple(hour)[2:6]) for hour in hours) / 3600
+    fitting = [(name, 1 << bits) for name, bits in _UNITS if most >= 1 << bits]
+    return fitting[-1] if fitting else ("B", 1)
 
 
 def gap_lines(report: UsageReport) -> Iterable[str]:

@@ -39,6 +39,8 @@ def _judge_pools(plan: MachinePlan) -> DoctorFinding:
     if not plan.hbm:
         if not named:
             return unused(check, "none configured, as for a catalog alone")
+        if named == ["OBJECT"]:
+            return unused(check, "OBJECT alone, as for a catalog and a janitor; an instance needs HBM, too")
         fix = "set pools.hbm.slots or pools.hbm.capacity_bytes"
         return problem(check, f"{', '.join(named)} without HBM; an instance does not start without it", fix)
     found = ", ".join(["HBM", *named])

@@ -26,6 +26,7 @@ from kvbm.doctor.nixl import judge_nixl, look_at_nixl
 from kvbm.doctor.peers import judge_peers
 from kvbm.doctor.plan import MachinePlan, WantedBytes, plan_of
 from kvbm.doctor.rdma import judge_rdma, look_at_rdma
+from kvbm.progress import Watch
 from kvbm.reports import check_report_path, write_report
 from kvbm.terminal import as_json, plain
 
@@ -94,10 +95,12 @@ def examine(settings: Settings, options: DoctorOptions) -> DoctorReport:
     """Run every check. Never raises for what it finds, never waits longer than each probe's five seconds."""
     begin_s = time.monotonic()
     plan = plan_of(settings, options.block_bytes)
-    at_once = [(check, PendingProbe(check.look, check.name)) for check in _checks(plan, options.quick)]
-    results = {check.name: _finish(check, asked) for check, asked in at_once}
-    # Disks come after, one by one: what else is under way would be measured with them.
-    disk_findings = _examine_disks(plan, options)
+    with Watch("checks") as watch:
+        at_once = [(check, PendingProbe(check.look, check.name)) for check in _checks(plan, options.quick)]
+        watch.total = len(at_once) + len(plan.nvme_paths) + (plan.journal is not None)
+        results = {check.name: _finish(check, asked, watch) for check, asked in at_once}
+        # Disks come after, one by one: what else is under way would be measured with them.
+        disk_findings = _examine_disks(plan, options, watch)
     findings = [found for name in _FIRST for found in results.pop(name, ())]
     findings += disk_findings + [found for rest in results.values() for found in rest]
     counts = {result: sum(found.result is result for found in findings) for result in Result}
@@ -178,7 +181,7 @@ def _service_checks(settings: Settings) -> list[_Check]:
     ]
 
 
-def _examine_disks(plan: MachinePlan, options: DoctorOptions) -> list[DoctorFinding]:
+def _examine_disks(plan: MachinePlan, options: DoctorOptions, watch: Watch) -> list[DoctorFinding]:
     findings: list[DoctorFinding] = []
     kept: list[tuple[str, disks.Disk, WantedBytes]] = []
     share = WantedBytes(plan.nvme.bytes and -(-plan.nvme.bytes // max(1, len(plan.nvme_paths))))
@@ -191,7 +194,7 @@ def _examine_disks(plan: MachinePlan, options: DoctorOptions) -> list[DoctorFind
             return disks.judge_nvme(disk, plan, label)
 
         late = "the disk does not answer: see dmesg and its health (smartctl), or set another pools.nvme.path"
-        findings += _finish_now(_Check(f"{label} disk", look_at_nvme, late))
+        findings += _finish_now(_Check(f"{label} disk", look_at_nvme, late), watch)
     if not plan.nvme_paths:
         findings.append(unused("NVME disk", "there is no NVME pool"))
     if plan.journal is None:
@@ -208,15 +211,16 @@ def _examine_disks(plan: MachinePlan, options: DoctorOptions) -> list[DoctorFind
             return disks.judge_journal(disk, plan)
 
         late = "the disk does not answer: see dmesg and its health (smartctl), or set another instance.data_dir"
-        findings += [*_finish_now(_Check("journal disk", look_at_journal, late)), disks.judge_journal_room(plan)]
+        findings += [*_finish_now(_Check("journal disk", look_at_journal, late), watch), disks.judge_journal_room(plan)]
     return findings + disks.judge_room(kept)
 
 
-def _finish_now(check: _Check) -> list[DoctorFinding]:
-    return _finish(check, PendingProbe(check.look, check.name))
+def _finish_now(check: _Check, watch: Watch) -> list[DoctorFinding]:
+    return _finish(check, PendingProbe(check.look, check.name), watch)
 
 
-def _finish(check: _Check, asked: PendingProbe[list[DoctorFinding]]) -> list[DoctorFinding]:
+def _finish(check: _Check, asked: PendingProbe[list[DoctorFinding]], watch: Watch) -> list[DoctorFinding]:
+    """What it has found; `watch` counts it."""
     try:
         return asked.result(PROBE_S + _GRACE_S)
     except LateProbe:
@@ -226,6 +230,8 @@ def _finish(check: _Check, asked: PendingProbe[list[DoctorFinding]]) -> list[Doc
     except Exception as error:  # noqa: BLE001 - one check that fails must not hide the others
         found = f"could not be checked ({type(error).__name__}: {str(error) or 'no words'})"
         return [warning(check.name, found, "check it by hand, and tell kvbm's developers")]
+    finally:
+        watch.done += 1
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.catalog.follow.archive import PART
-from kvbm.core.codec import MAGIC, Frame, decode_frame, decode_header, encode_frame
+from kvbm.core.codec import MAGIC, UNKNOWN_DIGEST, Frame, decode_frame, decode_header, encode_frame
 from kvbm.core.errors import FrameError
 from kvbm.core.events import Event, UsageRecorded
 from kvbm.core.ids import Offset
@@ -103,13 +103,14 @@ def _without(event: UsageRecorded, meant: Meant) -> UsageRecorded:
 def _apart(frame: Frame, events: Iterable[Event], number: int) -> Iterator[bytes]:
     """A frame that goes: records in the place of its events, but for those that say what others have used.
 
-    Nobody checks the digest of those: what the instance holds is not known there, until it lists it.
+    The frame's digest is of its end. What the instance held before that nobody can tell.
     """
     at = frame.first_offset
     for is_usage, run in groupby(events, key=lambda event: isinstance(event, UsageRecorded)):
         those = tuple(run)
         if is_usage:
-            yield encode_frame(msgspec.structs.replace(frame, first_offset=at, events=those))
+            digest = frame.digest if at + len(those) == frame.next_offset else UNKNOWN_DIGEST
+            yield encode_frame(msgspec.structs.replace(frame, first_offset=at, digest=digest, events=those))
         else:
             record = ErasedRecord(
                 instance=frame.instance,

@@ -89,7 +89,7 @@ class Janitor:
             holdings = Holdings((yield from do(ReadClaims())))
             found_bytes = yield from reconciler.inspect_objects(holdings)
             yield from reconciler.reconcile(holdings)
-            reconciler.count_parts(holdings)
+            reconciler.count_parts(holdings, found_bytes)
             if steps.rules.erase is None:
                 victims = withdrawer.choose(holdings, found_bytes)
             else:

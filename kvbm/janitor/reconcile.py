@@ -9,8 +9,10 @@ import numpy as np
 
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import HASH_BYTES, NamespaceId, hash_count
+from kvbm.core.policy import OTHERS
 from kvbm.janitor.effects import BlockRun, Header, ListPage, ObjectNames, ObjectSeen, ReadUsed, Unread, WriteUsed
-from kvbm.janitor.holdings import Holdings, NamespaceClaims, ObjectName, column, lacking, parse
+from kvbm.janitor.holdings import Holdings, NamespaceClaims, ObjectName, TenantPart, column, lacking, parse
+from kvbm.janitor.report import Limit
 from kvbm.janitor.run_steps import RunSteps, Steps, do, runs_of
 from kvbm.janitor.used import UsedBy, UsedHere
 from kvbm.pools.object.tombstones import KEPT_PREFIX
@@ -166,8 +168,12 @@ class Reconciler:
         if len(unclaimed):
             yield from self._steps.emit_claims([BlockRun(claims.namespace, bytes(unclaimed.tobytes()))])
 
-    def count_parts(self, holdings: Holdings) -> None:
-        """Put what each namespace holds into the report."""
+    def count_parts(self, holdings: Holdings, more_bytes: int) -> None:
+        """Put what each namespace holds into the report, and what limits there are.
+
+        Args:
+            more_bytes: what the pool has beside it.
+        """
         ahead_ns = self._steps.store_now_ns() + int(self._rules.skew_s * _SECOND_NS)
         for claims in holdings.claims.values():
             part = self._report.part(claims.namespace)
@@ -176,6 +182,24 @@ class Reconciler:
             part.blocks += int(claims.blocks.sum())
             part.bytes += int(claims.sizes.sum())
             self._report.future_blocks += int((claims.last_ns > ahead_ns).sum())
+        if self._rules.erase is None:
+            self._count_limits(holdings, more_bytes)
+
+    def _count_limits(self, holdings: Holdings, more_bytes: int) -> None:
+        """Put what tenants, and the pool, may have into the report, as `over_quota` goes by it."""
+        parts, by_tenant = self._rules.parts, dict[str, int]()
+        for part in self._report.parts.values():
+            by_tenant[part.tenant] = by_tenant.get(part.tenant, 0) + part.bytes
+        for tenant in (by_tenant.keys() | holdings.quotas.keys() | parts.keys()) - {OTHERS}:
+            quota = parts.get(tenant, TenantPart()).quota_bytes
+            quota = holdings.quotas.get(tenant) if quota is None else quota
+            if quota is not None:
+                self._report.limits[tenant] = Limit(by_tenant.get(tenant, 0), quota)
+        if (quota := parts.get(OTHERS, TenantPart()).quota_bytes) is not None:
+            others = sum(size for tenant, size in by_tenant.items() if tenant not in parts)
+            self._report.limits[OTHERS] = Limit(others, quota)
+        if self._rules.quota_bytes:
+            self._report.pool_limit = Limit(sum(by_tenant.values()) + more_bytes, self._rules.quota_bytes)
 
 
 def names_of(holdings: Holdings, namespace: NamespaceId, blocks: int, last: Sequence[bytes]) -> Steps[list[str]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from kvbm.core.ids import NamespaceId
+from kvbm.core.policy import OTHERS
 from kvbm.terminal import as_json as json_of
 from kvbm.terminal import plain
 
@@ -26,6 +29,13 @@ class Part(msgspec.Struct, kw_only=True):
     deleted_bytes: int = 0
 
 
+class Limit(msgspec.Struct, frozen=True):
+    """What may be in the pool at most, beside what was there: those included that have gone in this run."""
+
+    bytes: int
+    limit_bytes: int
+
+
 class Report(msgspec.Struct, kw_only=True):
     """Counts are of objects, unless they say otherwise.
 
@@ -44,6 +54,8 @@ class Report(msgspec.Struct, kw_only=True):
         unknown: the store did not say what they are.
         future_blocks: claimed by an instance whose clock is ahead of the store's; they do not age.
         lists: withdrawn lists that an earlier janitor left.
+        limits: of tenants that have one; "*": of all together that the settings do not name.
+        pool_limit: of the whole pool; None: it has none.
     """
 
     pool: str = ""
@@ -63,6 +75,8 @@ class Report(msgspec.Struct, kw_only=True):
     unknown: int = 0
     future_blocks: int = 0
     lists: int = 0
+    limits: dict[str, Limit] = {}
+    pool_limit: Limit | None = None
 
     def part(self, namespace: NamespaceId) -> Part:
         """The part of a namespace."""
@@ -97,6 +111,7 @@ def as_words(report: Report) -> str:
             for at, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
+    lines += _limit_lines(report)
     would = "would be " if report.dry_run else ""
     withdrawn = ", ".join(f"{count:,} for {reason}" for reason, count in sorted(report.withdrawn.items()))
     for count, words in (
@@ -120,3 +135,15 @@ def as_words(report: Report) -> str:
         if count:
             lines.append(f"{count:,} {words}")
     return "\n".join(lines)
+
+
+def _limit_lines(report: Report) -> Iterator[str]:
+    """What each tenant, and the pool, has of what it may have."""
+    told = [
+        ("all other tenants together" if tenant == OTHERS else f"tenant {plain(tenant) or '-'}", limit)
+        for tenant, limit in sorted(report.limits.items())
+    ]
+    if report.pool_limit is not None:
+        told.append(("the whole pool", report.pool_limit))
+    for who, limit in told:
+        yield f"{who}: {limit.bytes:,} bytes; the limit is {limit.limit_bytes:,}"

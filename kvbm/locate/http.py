@@ -49,6 +49,7 @@ from kvbm.core.errors import (
     LayoutError,
 )
 from kvbm.core.hashing import sequence_hashes
+from kvbm.core.history_answers import HistoryBlock, HistoryBlocks
 from kvbm.core.ids import HASH_BYTES, MAX_NAME_BYTES, InstanceId, Namespace, NamespaceId
 from kvbm.core.prompt_batches import PromptBatch
 from kvbm.core.prompt_tokens import PromptTokens, checked_prompt
@@ -393,6 +394,16 @@ class CatalogClient(TokenQuestions):
         """Who holds one block."""
         public = id_of(namespace)
         return self._get(f"/v1/blocks/{public.hex()}/{checked_hash(block, 'block').hex()}", BlockAnswer)
+
+    def past_blocks(self, digits: str) -> list[HistoryBlock]:
+        """What the catalog's history knows of the blocks whose hashes begin so.
+
+        Raises CatalogRefusedError: it keeps no history, or knows no such block.
+
+        Args:
+            digits: 8 to 32 hex digits.
+        """
+        return self._get(f"/v1/history/block/{_quoted(digits)}", HistoryBlocks).blocks
 
     def instances(self) -> list[InstanceSummary]:
         """All instances, by name."""

@@ -222,12 +222,12 @@ def joined_finds(answers: Sequence[FindAnswer], limit: int) -> FindAnswer:
         ],
         peers=nearest_and_deepest(peers, limit),
         view_age_s=max(answer.view_age_s for answer in answers),
-        missed=_missed_by_all(answers),
+        missed=missed_by_all(answers),
     )
 
 
-def _missed_by_all(answers: Sequence[FindAnswer]) -> MissedAnswer | msgspec.UnsetType:
-    """Why nothing was found; of a catalog that has found nothing and says no reason, an instance holds some of it."""
+def missed_by_all(answers: Sequence[FindAnswer] | Sequence[RouteAnswer]) -> MissedAnswer | msgspec.UnsetType:
+    """Why nothing was found; of a catalog that says no reason, an instance or a pool holds some of it."""
     said = [answer.missed for answer in answers]
     return msgspec.UNSET if msgspec.UNSET in said else joined_missed(said)
 

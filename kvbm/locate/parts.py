@@ -55,6 +55,7 @@ from kvbm.locate.joined import (
     joined_finds,
     joined_lookups,
     joined_presences,
+    missed_by_all,
     named_of,
     ranked,
     refuse_nobody,
@@ -425,7 +426,7 @@ class PartedCatalog(TokenQuestions):
             more=sum(one.more for one in found) + max(0, len(offers) - prompt.limit),
             admitted=best.admitted,
             excluded=excluded_of(found, prompt.limit),
-            missed=UNSET if any(one.ranked.depth for one in offers) else joined_missed(one.missed for one in found),
+            missed=UNSET if any(one.ranked.depth for one in offers) else missed_by_all(found),
         )
 
     def _prices(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.ids import HASH_BYTES
 from kvbm.core.state_admission import STATE_POLICIES
 from kvbm.core.stays import NewStayFold
-from kvbm.core.usage import TIMES_HOW, UsageReport, check_stretch, csv_of, gap_lines, parse_time
+from kvbm.core.usage import TIMES_HOW, UsageReport, csv_of, gap_lines, parse_stretch, parse_time
 from kvbm.progress import allow_bars
 from kvbm.replay.cat import cat, followed
 from kvbm.replay.compare_catalog import AskCatalog, CatalogComparison
@@ -33,6 +34,7 @@ from kvbm.replay.history_cli import (
     run_sql,
     run_tenants,
     run_why,
+    seconds,
 )
 from kvbm.replay.history_manifest import HistoryManifest
 from kvbm.replay.opening import OPEN, open_source
@@ -43,14 +45,15 @@ from kvbm.replay.source import ARCHIVE_SUFFIX, FrameSource, SourceError
 from kvbm.replay.stat import stats_of
 from kvbm.replay.state import last_us, states_at
 from kvbm.replay.usage import UsageStretch, usage_of
-from kvbm.replay.verify import verify
+from kvbm.replay.verify import Verified, verify
 from kvbm.replay.whatif import POLICIES, ComputeCost, ReadTrace, read_accesses, what_if
 from kvbm.replay.whatif_states import what_if_states
 from kvbm.shells import SHELLS, completion
 from kvbm.streams.nats.credentials import Credentials
 from kvbm.terminal import say_csv, say_error, say_text
 
-_LONGEST_S = 1e6
+_AGAIN_S = (0.5, 1.5, 3.0)  # before a log is read again that ends before where a catalog stood
+_BEHIND = 3  # the exit status where it does not come there
 _CLUSTER = "local"
 _CAPACITY = 1_000_000_000  # of a rebuilt index: all there is
 _SOURCES = """\
@@ -92,6 +95,8 @@ _COMMANDS = {
         "fold every stream and name each defect: damage, holes, illegal events, skipped snapshots, wrong digests",
         "kvbm-replay verify nats://127.0.0.1:4222 --catalog http://127.0.0.1:7700\n  kvbm-replay verify /archive "
         "--reference",
+        "\nIt returns 0 when all is well, 1 with findings or where a catalog differs, 2 when the input cannot be\n"
+        "used, 3 when the log ends before where the catalog stood, and what was compared is equal.\n",
     ),
     "diff": _Command(
         "compare the events of two sources and name the first one in which they differ, for each instance",
@@ -130,7 +135,7 @@ _COMMANDS = {
         "engine-1 --json",
     ),
     "tenants": _Command(
-        "whose blocks fill which tier, at the end or at a time",
+        "whose blocks fill which tier, at the end or at a time, and what pools of the cluster have",
         "kvbm-replay tenants /archive --at 12:00\n  kvbm-replay tenants today --json",
     ),
     "usage": _Command(
@@ -300,7 +305,7 @@ def _add_common(command: argparse.ArgumentParser, name: str) -> None:
     command.add_argument("--instance", metavar="NAME", help="only this instance")
     command.add_argument("--reference", action="store_true", help="decode and fold with the Python specification")
     command.add_argument(
-        "--timeout", type=_seconds, default=5.0, metavar="SECONDS", help="how long a server may keep silent (default 5)"
+        "--timeout", type=seconds, default=5.0, metavar="SECONDS", help="how long a server may keep silent (default 5)"
     )
     command.add_argument(
         "--config", type=Path, metavar="FILE", help="settings as TOML; nats.* say how to prove to a stream who reads"
@@ -394,7 +399,11 @@ def _add_usage(command: argparse.ArgumentParser) -> None:
         help=f"hours that begin from here on: {times} (default: all of the log)",
     )
     command.add_argument(
-        "--to", dest="until", type=_time_text, metavar="TIME", help="hours that begin before (default: all of the log)"
+        "--to",
+        dest="until",
+        type=_time_text,
+        metavar="TIME",
+        help="hours that begin before; a clock time is the first one after --from (default: all of the log)",
     )
     command.add_argument("--tenant", action="append", metavar="NAME", help="only this one; may be given several times")
     command.add_argument("--csv", action="store_true", help="a line an hour and tenant, as kvbm-catalog usage gives it")
@@ -416,17 +425,6 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
         help="also where the stream has newer events of an instance: readers ignore older ones, and a running instance "
         "is shut out",
     )
-
-
-def _seconds(text: str) -> float:
-    """A time above 0; argparse names the option. Raises ArgumentTypeError."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= _LONGEST_S:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time in seconds; give a number above 0")
-    return value
 
 
 def _amount(text: str) -> float:
@@ -540,24 +538,39 @@ def _state(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
-    source = _source(arguments, parts)
     against = None
     if arguments.catalog:
         if parts.ask is None:
             raise SourceError("nothing here can ask a catalog")
         catalog = parts.ask(arguments.catalog, arguments.config, arguments.sets)
         against = CatalogComparison(catalog, arguments.instance)
-    located = watched(source.read(parts.backend), source)
-    verified = verify(source, parts.backend, parts.fold, arguments.instance, located, against)
+    verified = _verified(arguments, parts, against)
+    for pause_s in _AGAIN_S:  # the log may be written still
+        if against is None or not against.report.ahead:
+            break
+        time.sleep(pause_s)
+        against = against.again()
+        verified = _verified(arguments, parts, against)
     if not verified.instances and not verified.findings:
         check_found(arguments.instance, [])
     lines = [*verified.notes, f"{verified.verdict()} ({verified.fold} fold)", *listed(verified.findings)]
     asked = verified.catalog
     if asked is not None:
-        lines += [*asked.notes, asked.verdict(), *(f"  {one.sentence()}" for one in asked.differences[:MOST_FINDINGS])]
+        told = [*asked.differences, *asked.ahead]
+        lines += [*asked.notes, asked.verdict(), *(f"  {one.sentence()}" for one in told[:MOST_FINDINGS])]
     write(arguments.json, verified, lines)
     code = exit_code(verified.findings)
-    return 1 if asked is not None and (asked.differences or not asked.compared) else code
+    if asked is None or code:
+        return code
+    if asked.differences:
+        return 1
+    return 1 if not asked.compared else _BEHIND if asked.ahead else 0
+
+
+def _verified(arguments: argparse.Namespace, parts: Parts, against: CatalogComparison | None) -> Verified:
+    source = _source(arguments, parts)
+    located = watched(source.read(parts.backend), source)
+    return verify(source, parts.backend, parts.fold, arguments.instance, located, against)
 
 
 def _diff(arguments: argparse.Namespace, parts: Parts) -> int:
@@ -616,12 +629,12 @@ def _usage(arguments: argparse.Namespace, parts: Parts) -> int:
 
 
 def _usage_stretch(arguments: argparse.Namespace, parts: Parts) -> UsageStretch:
-    """Of which hours. A time of day is the last one the log reaches: it is read once before, to see where it ends."""
-    asked = {"since_ms": arguments.since, "until_ms": arguments.until}
-    has_clock = any(text is not None and parse_time(text) is None for text in asked.values())
-    end_us = last_us(_source(arguments, parts), parts.backend, arguments.instance) if has_clock else 0
-    since, until = (None if text is None else parse_time(text, end_us // 1000) for text in asked.values())
-    check_stretch(since, until)
+    """Of which hours. A time of day is the last one the log reaches, or the first one after another: it is read once
+    before, to see where it ends.
+    """
+    has_clock = any(text is not None and parse_time(text) is None for text in (arguments.since, arguments.until))
+    end_us = last_us(_source(arguments, parts), parts.backend) if has_clock else 0
+    since, until = parse_stretch(arguments.since, arguments.until, end_us // 1000)
     return UsageStretch(since_ms=since, until_ms=until, tenants=arguments.tenant)
 
 

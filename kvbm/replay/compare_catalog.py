@@ -5,13 +5,16 @@ Compared where both stand at the same offset, so traffic does not matter.
 The catalog is asked where it stands *before* the log is read. On its way the fold passes that very place of each
 instance, and there digest and counts must be equal. Blocks are asked for after the reading, of instances at whose end
 the catalog stands then.
+
+A log that is still written, such as the archive of that catalog, may end before the place: it is read again a few times
+(`CatalogComparison.again`). One that does not come there is no other than the catalog, it is behind.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -19,16 +22,19 @@ import msgspec
 
 from kvbm.core.answers import BlockAnswer, InstanceSummary, ReadyAnswer
 from kvbm.core.backend import Fold
-from kvbm.core.codec import ScannedFrame
+from kvbm.core.codec import ScannedFrame, decode_frame
+from kvbm.core.events import InstanceStopped
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier, short
 from kvbm.core.parts import followed_parts, part_of
 from kvbm.replay.fold import StreamFold
-from kvbm.replay.format import counted, place_text
+from kvbm.replay.format import counted, place_text, time_text
 from kvbm.streams.base import Position
 
 SAMPLED_BLOCKS = 64  # of each instance
 WAIT_S = 5.0  # for a catalog that is behind the log
+QUIET_S = 60.0  # an instance without an event for so long may be gone
 _POLL_S = 0.1
+_GONE = ("stopped", "silent")  # as why answers leave an instance out
 
 
 class CatalogAnswers(Protocol):
@@ -50,8 +56,8 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """One way in which the catalog is not the fold of the log.
 
     Attributes:
-        what: "digest", "count", "holder", "absent" (the catalog does not know the instance), "behind" (it does not come
-            on to where the log ends) or "ahead" (it knows of events that are not in the log).
+        what: "digest", "count", "holder", "absent" (the catalog does not know an instance that goes on), "behind" (it
+            does not come on to where the log ends) or "ahead" (it knows of events that are not in the log).
         block: of "holder": its hash in hex.
     """
 
@@ -75,23 +81,30 @@ class Compared(msgspec.Struct, kw_only=True):
     Attributes:
         compared: instances whose digest and counts were compared at the same offset.
         blocks: whose holders were compared.
+        ahead: places at which the catalog stood that the log does not reach: what lies there is not compared.
     """
 
     url: str
     compared: int = 0
     blocks: int = 0
     differences: list[Difference] = []
+    ahead: list[Difference] = []
     notes: list[str] = []
 
     def verdict(self) -> str:
         """In one line."""
         what = f"{counted(self.compared, 'instance')} at equal offsets, {counted(self.blocks, 'block')}"
         if self.compared and not self.blocks:
-            what += " (blocks are looked up one by one where a live instance holds some at the log's end: none does)"
+            what += " (the notes say of each instance why none of its blocks was looked up)"
         if self.differences:
             return f"DIFFERENT: the catalog at {self.url} in {counted(len(self.differences), 'way')}; compared {what}"
         if not self.compared:
             return f"NOT COMPARED: no instance stands at the same offset in the log and in the catalog at {self.url}"
+        if self.ahead:
+            return (
+                f"BEHIND: the log ends before where the catalog at {self.url} stood, in "
+                f"{counted(len(self.ahead), 'instance')}; equal in what was compared: {what}"
+            )
         return f"equal: the catalog at {self.url} is the fold of the log: {what}"
 
 
@@ -105,20 +118,34 @@ class _Held(NamedTuple):
 class CatalogComparison:
     """Listens to `verify` while it folds. Ask `wanted` first, `passed` at each frame, `finish` at the end."""
 
-    def __init__(self, catalog: CatalogAnswers, instance: str | None, wait_s: float = WAIT_S) -> None:
-        """Asks the catalog where it stands. Raises CatalogError."""
+    def __init__(
+        self,
+        catalog: CatalogAnswers,
+        instance: str | None,
+        wait_s: float = WAIT_S,
+        wanted: Mapping[str, InstanceSummary] | None = None,
+    ) -> None:
+        """Asks the catalog where it stands, unless it is `wanted` where it stood. Raises CatalogError."""
         self.report = Compared(url=catalog.url)
         self._catalog = catalog
         self._only = instance
         self._wait_s = wait_s
         self._parts = followed_parts(catalog.ready().parts, "the catalog's /readyz")
-        self._wanted = {one.instance: one for one in self._answers()}
+        self._wanted = {one.instance: one for one in self._answers()} if wanted is None else dict(wanted)
         self._met: set[str] = set()
         self._folds: dict[InstanceId, StreamFold] = {}
+        self._last: dict[InstanceId, tuple[ScannedFrame, bytes]] = {}
 
-    def passed(self, frame: ScannedFrame, fold: StreamFold) -> None:
+    def again(self) -> CatalogComparison:
+        """A new comparison with where the catalog stood for this one, for another reading of the log. Raises
+        CatalogError.
+        """
+        return CatalogComparison(self._catalog, self._only, self._wait_s, self._wanted)
+
+    def passed(self, frame: ScannedFrame, fold: StreamFold, data: bytes) -> None:
         """The fold has just taken this frame."""
         self._folds[frame.instance] = fold
+        self._last[frame.instance] = frame, data
         wanted = self._wanted.get(frame.instance)
         if wanted is not None and (wanted.epoch, wanted.offset) == (frame.epoch, frame.next_offset):
             self._met.add(frame.instance)
@@ -145,7 +172,7 @@ class CatalogComparison:
             end = Position(fold.epoch, fold.next_offset)
             answer = self._at_least(name, end)
             if answer is None:
-                self._differ("absent", name, end, "the log has it, and the catalog has not heard of it")
+                self._take_absent(name, end)
                 continue
             here = Position(Epoch(answer.epoch), Offset(answer.offset))
             if here < end:
@@ -158,8 +185,7 @@ class CatalogComparison:
             elif here > end and name not in self._met:
                 wanted = self._wanted.get(name)
                 if wanted is not None and Position(Epoch(wanted.epoch), Offset(wanted.offset)) > end:
-                    self._differ(
-                        "ahead",
+                    self._note_ahead(
                         name,
                         end,
                         f"the log ends here, and the catalog stood at {place_text(wanted.epoch, wanted.offset)} before "
@@ -169,18 +195,57 @@ class CatalogComparison:
                     self.report.notes.append(
                         f"instance {name}: the catalog has moved on to {place_text(*here)}; not compared"
                     )
+            elif here > end:
+                self._note_unlooked(name, f"the catalog has moved on to {place_text(*here)} since")
             elif here == end:
-                if name not in self._met:
+                is_new = name not in self._met
+                if is_new:
                     self._met.add(name)
                     self._compare(answer, fold)
                 if not (fold.suspect or answer.suspect or answer.partial):
                     self._compare_blocks(name, end, fold.residencies)
+                elif not is_new:
+                    self._note_unlooked(name, "by now it is suspect or partial")
         for absent in sorted(self._wanted.keys() - self._folds.keys()):
             one = self._wanted[absent]
-            if one.epoch:
-                place = Position(Epoch(one.epoch), Offset(one.offset))
-                self._differ("ahead", InstanceId(absent), place, "the catalog knows it, and the log has nothing of it")
+            if not one.epoch:
+                continue
+            if one.excluded in _GONE:
+                self.report.notes.append(
+                    f"instance {absent}: the catalog knows it as {one.excluded}, and the log has nothing of it, any "
+                    "more or yet; not compared"
+                )
+                continue
+            place = Position(Epoch(one.epoch), Offset(one.offset))
+            self._note_ahead(InstanceId(absent), place, "the catalog knows it, and the log has nothing of it")
         return self.report
+
+    def _take_absent(self, name: InstanceId, end: Position) -> None:
+        """The catalog does not know an instance. One that is gone it may have forgotten; it cannot say whether it ever
+        knew it.
+        """
+        frame, data = self._last[name]
+        stopped = next((one for one in decode_frame(data)[0].events if isinstance(one, InstanceStopped)), None)
+        when = time_text(frame.wall_time_ns)
+        if stopped is not None:
+            how = f"it stopped at {when} ({stopped.reason.name.lower()})"
+        elif time.time_ns() - frame.wall_time_ns >= QUIET_S * 1_000_000_000:
+            how = f"its last event is of {when}"
+        else:
+            self._differ(
+                "absent",
+                name,
+                end,
+                f"the log has it up to {when}, and the catalog does not know it, or has forgotten it",
+            )
+            return
+        self.report.notes.append(
+            f"instance {name}: {how}, and the catalog does not know it: it has forgotten it, or has never heard of it; "
+            "not compared"
+        )
+
+    def _note_unlooked(self, name: InstanceId, why: str) -> None:
+        self.report.notes.append(f"instance {name}: {why}, so single blocks were not compared")
 
     def _answers(self) -> list[InstanceSummary]:
         return [one for one in self._catalog.instances() if self._only is None or one.instance == self._only]
@@ -243,10 +308,17 @@ class CatalogComparison:
         moved = now is None or (now.epoch, now.offset) != end
         if now is None or moved or now.excluded or now.state not in ("live", "unheard"):
             state = "moved on" if now is None or moved else f"holds it for {now.excluded or now.state}"
-            self.report.notes.append(f"instance {name}: the catalog {state}, so single blocks were not compared")
+            self._note_unlooked(name, f"the catalog {state}")
             return
+        if not asked:
+            self._note_unlooked(name, "at the log's end it holds none of its own")
         self.report.blocks += asked
         self.report.differences += found
+
+    def _note_ahead(self, name: InstanceId, place: Position, message: str) -> None:
+        self.report.ahead.append(
+            Difference(what="ahead", instance=name, epoch=place.epoch, offset=place.offset, message=message)
+        )
 
     def _differ(self, what: str, name: InstanceId, place: Position, message: str) -> None:
         self.report.differences.append(

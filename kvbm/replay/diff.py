@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvbm.core.backend import Backend, DecodeFrame
+from kvbm.core.codec import UNKNOWN_DIGEST
 from kvbm.core.events import Event
 from kvbm.core.ids import Epoch, InstanceId, Offset
 from kvbm.progress import Watch
@@ -241,7 +242,7 @@ class _Walk:
                     return
                 upto = min(ours.next, theirs.next)
                 yield from self._compare_events(begin_a, upto)
-                if ours.next == theirs.next and ours.digest != theirs.digest:
+                if ours.next == theirs.next and len({ours.digest, theirs.digest} - {UNKNOWN_DIGEST}) > 1:
                     yield self._divergence(DIGEST, Position(ours.epoch, Offset(upto - 1)), True, True)
                 reached = Position(ours.epoch, upto)
             a.at += (ours.epoch, ours.next) == reached

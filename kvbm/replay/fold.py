@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.core.backend import REFERENCE, DecodeFrame, NewFold
-from kvbm.core.codec import Frame, ScannedFrame, decode_frame
+from kvbm.core.codec import UNKNOWN_DIGEST, Frame, ScannedFrame, decode_frame
 from kvbm.core.errors import IllegalEventError
 from kvbm.core.events import (
     BlocksCreated,
@@ -104,7 +104,11 @@ class StreamFold:
         return illegal
 
     def agrees(self, digest: int) -> bool:
-        """Whether a frame's digest is that of what is held. Where anything is suspect, it always is."""
+        """Whether a frame's digest is that of what is held. Where anything is suspect, or it is not known, it always
+        is.
+        """
+        if digest == UNKNOWN_DIGEST:
+            return True
         is_same = self.residencies.digest == digest
         if is_same and not any(self.residencies.count(tier) for tier in self.suspect):
             self.suspect.clear()  # the digest covers every tier, so these are empty indeed

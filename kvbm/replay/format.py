@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any, NamedTuple, assert_never
 
-from kvbm.core.clock_times import clock_us, last_at
+from kvbm.core.clock_times import clock_us, first_after, last_at
 from kvbm.core.codec import ScannedFrame
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import (
@@ -39,7 +39,7 @@ class At(NamedTuple):
     Attributes:
         time_us: frames cut up to here, Unix time in microseconds.
         offset: events before it.
-        clock_us: a time of day, in microseconds after midnight UTC; `on_last_day` makes a time of it.
+        clock_us: a time of day, in microseconds after midnight UTC; `on_last_day` or `first_after` makes a time of it.
     """
 
     time_us: int | None = None
@@ -52,6 +52,12 @@ class At(NamedTuple):
         if self.clock_us is None:
             return self
         return At(time_us=last_at(self.clock_us, last_us))
+
+    def first_after(self, since_us: int) -> At:
+        """A time of day as the first such moment after a time; anything else as it is."""
+        if self.clock_us is None:
+            return self
+        return At(time_us=first_after(self.clock_us, since_us))
 
 
 END = At()

@@ -14,10 +14,11 @@ import numpy as np
 
 from kvbm.core import history_answers as answers
 from kvbm.core.errors import ConfigError
-from kvbm.core.history_answers import MOST_LISTED, MOST_STEPS, HistoryHole
+from kvbm.core.history_answers import MOST_LISTED, MOST_PROMPT_BLOCKS, MOST_STEPS, HistoryHole
 from kvbm.core.ids import HASH_BYTES
 from kvbm.replay.format import counted, parse_at
 from kvbm.replay.history_moment import HeldCount, Moments
+from kvbm.replay.history_prompts import HeldAt, hottest_of, packed_hex, prompt_at, run_of
 from kvbm.replay.history_tables import TIERS
 from kvbm.replay.questions import HoleRow, block_lives, hole_rows
 from kvbm.replay.questions import changes as changes_of
@@ -26,6 +27,8 @@ from kvbm.replay.sql import HistoryDatabase
 _BEGIN = datetime(1970, 1, 1)  # noqa: DTZ001 - the times of a history are in UTC, without a zone
 _MICROSECOND = timedelta(microseconds=1)
 _LEAST_DIGITS, _MOST_DIGITS, _MOST_BLOCKS = 8, 2 * HASH_BYTES, 20
+_NO_FIELDS = (None, None, None)
+_CLUSTERS = "OBJECT"  # pools of this tier are the cluster's: their blocks are claims, and no instance's
 
 
 class AnswerError(Exception):
@@ -67,7 +70,8 @@ class HistoryAnswers:
             self._moments = Moments(folder, self.manifest)
             self._holes = hole_rows(self.database)
             ask = self.database.ask
-            self._fields = {row[0]: row[1:] for row in ask("SELECT namespace, model, tenant FROM namespaces").rows}
+            fields = ask("SELECT namespace, model, tenant, block_tokens FROM namespaces").rows
+            self._fields = {row[0]: row[1:] for row in fields}
             self._epochs: dict[tuple[str, str], list[_Epoch]] = defaultdict(list)
             for row in ask(
                 "SELECT instance, stream, life, epoch, began, last_frame, stopped, engine, version, topology, pools "
@@ -158,10 +162,66 @@ class HistoryAnswers:
             holes=self.holes(lambda hole: hole.instance == name),
         )
 
+    def pools(self, at: str | None = None) -> answers.HistoryPools:
+        """What pools of the cluster had."""
+        moment = self._moment("at", at)
+        rows = self.database.ask(
+            f"SELECT pool, tier, count(*) AS blocks FROM claimed_objects_at(?) GROUP BY ALL "
+            f"ORDER BY blocks DESC, pool, tier LIMIT {MOST_LISTED}",
+            [moment],
+        ).rows
+        sizes = {
+            pool["name"]: pool["block_bytes"]
+            for epochs in self._epochs.values()
+            for one in epochs
+            for pool in one.pools.values()
+            if one.began <= moment
+        }
+        return answers.HistoryPools(
+            at=_text(moment),
+            until=self._until,
+            pools=[
+                answers.HistoryPool(
+                    pool=pool, tier=tier, blocks=blocks, bytes=blocks * sizes[pool] if sizes.get(pool) else None
+                )
+                for pool, tier, blocks in rows
+            ],
+            holes=self.holes(lambda hole: hole.is_open(moment)),
+        )
+
+    def prompt(self, namespace: str, hashes: str, at: str | None = None, limit: int = 8) -> answers.HistoryPrompt:
+        """Who held how much of a prompt.
+
+        Args:
+            namespace: its id. hashes: of the prompt's full blocks, as one text.
+            limit: name so many instances.
+        """
+        moment = self._moment("at", at)
+        blocks = [hashes[place : place + _MOST_DIGITS].lower() for place in range(0, len(hashes), _MOST_DIGITS)]
+        if not 1 <= len(blocks) <= MOST_PROMPT_BLOCKS:
+            why = f"the prompt has {counted(len(blocks), 'full block')}"
+            raise AnswerError(422, "bad_prompt", why, f"give 1 to {MOST_PROMPT_BLOCKS:,}, from the first on")
+        found = prompt_at(self.database, moment, namespace.lower(), blocks, limit)
+        block_tokens = self._fields.get(namespace.lower(), _NO_FIELDS)[2]
+        return answers.HistoryPrompt(
+            at=_text(moment),
+            until=self._until,
+            namespace=namespace.lower(),
+            block_tokens=block_tokens if block_tokens and block_tokens > 0 else None,
+            blocks=len(blocks),
+            holders=[
+                _holder(self._epochs.get((one.instance, one.stream), []), one, moment, found.pools)
+                for one in found.holders
+            ],
+            more=found.all_holders - len(found.holders),
+            pools=[_blocks_held(name, bits) for name, bits in found.pools.items()],
+            holes=self.holes(lambda hole: hole.is_open(moment)),
+        )
+
     def timeline(self, since: str | None = None, to: str | None = None, steps: int = 100) -> answers.HistoryTimeline:
         """A stretch of time in equal parts, over all of it by default."""
         begin = self._moment("from", since or self.manifest.begin or None)
-        end = self._moment("to", to) if to is not None else self._behind_all()
+        end = self._moment("to", to, begin) if to is not None else self._behind_all()
         if not 1 <= steps <= MOST_STEPS:
             raise AnswerError(422, "bad_time", f"steps {steps} will not do", f"give 1 to {MOST_STEPS}")
         self._check_stretch(begin, end)
@@ -198,7 +258,7 @@ class HistoryAnswers:
         if since is None:
             raise AnswerError(422, "bad_time", "from is missing", "give from=TIME, and to=TIME for another end")
         begin = self._moment("from", since)
-        end = self._moment("to", to) if to is not None else self._behind_all()
+        end = self._moment("to", to, begin) if to is not None else self._behind_all()
         self._check_stretch(begin, end)
         found = changes_of(self.database, begin, end, instance)
         starts, stops = self._starts(begin, end, instance)
@@ -286,13 +346,18 @@ class HistoryAnswers:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _moment(self, name: str, text: str | None) -> datetime:
-        """A time, in UTC without a zone; the end of the history for None. Raises AnswerError."""
+    def _moment(self, name: str, text: str | None, after: datetime | None = None) -> datetime:
+        """A time, in UTC without a zone; the end of the history for None. A time of day is the last one the history
+        reaches, or the first one after another time. Raises AnswerError.
+        """
         end = self._behind_all()
         if text is None:
             return end - _MICROSECOND
         try:
-            at = parse_at(text, name).on_last_day((end - _BEGIN) // _MICROSECOND)
+            at = parse_at(text, name)
+            if after is not None:
+                at = at.first_after((after - _BEGIN) // _MICROSECOND)
+            at = at.on_last_day((end - _BEGIN) // _MICROSECOND)
             if at.time_us is not None:
                 return _BEGIN + timedelta(microseconds=at.time_us)
             why = f"{name} {text[:80]!r} is an offset, which is of one instance"
@@ -325,7 +390,7 @@ class HistoryAnswers:
     def _tenants(self, held: Iterable[HeldCount]) -> list[answers.HistoryTenant]:
         groups: dict[tuple[str | None, str], list[HeldCount]] = defaultdict(list)
         for one in held:
-            groups[self._fields.get(one.namespace, (None, None))[1], one.tier].append(one)
+            groups[self._fields.get(one.namespace, _NO_FIELDS)[1], one.tier].append(one)
         told = [
             answers.HistoryTenant(
                 tenant=tenant,
@@ -344,7 +409,7 @@ class HistoryAnswers:
             groups[one.tier, one.namespace].append(one)
         told = []
         for (tier, namespace), rows in sorted(groups.items()):
-            model, tenant = self._fields.get(namespace, (None, None))
+            model, tenant, _ = self._fields.get(namespace, _NO_FIELDS)
             told.append(
                 answers.HistoryNamespace(
                     tier=tier,
@@ -433,14 +498,15 @@ def _instance(
     for tier in TIERS:
         pool = epoch.pools.get(tier, {})
         count, size = blocks.get(tier, 0), pool.get("block_bytes")
+        is_clusters = tier == _CLUSTERS and not count
         if pool or count:
             tiers.append(
                 answers.HistoryTier(
                     tier=tier,
-                    blocks=count,
+                    blocks=None if is_clusters else count,
                     slots=pool.get("slots"),
                     block_bytes=size,
-                    bytes=None if size is None else count * size,
+                    bytes=None if size is None or is_clusters else count * size,
                     name=pool.get("name"),
                 )
             )
@@ -456,7 +522,7 @@ def _instance(
         engine=epoch.engine,
         version=epoch.version,
         topology=epoch.topology,
-        blocks=sum(one.blocks for one in tiers),
+        blocks=sum(one.blocks or 0 for one in tiers),
         bytes=_sum(one.bytes for one in tiers),
         tiers=tiers,
     )
@@ -474,17 +540,45 @@ def _block_bytes(epochs: Sequence[_Epoch], held: HeldCount) -> int | None:
 def _tier_sums(instances: Sequence[answers.HistoryInstance]) -> list[answers.HistoryTierSum]:
     sums = []
     for tier in TIERS:
-        rows = [one for instance in instances for one in instance.tiers if one.tier == tier]
+        rows = [one for instance in instances for one in instance.tiers if one.tier == tier and one.blocks is not None]
         if rows:
             sums.append(
                 answers.HistoryTierSum(
                     tier=tier,
-                    blocks=sum(one.blocks for one in rows),
+                    blocks=sum(one.blocks or 0 for one in rows),
                     slots=_sum(one.slots for one in rows),
                     bytes=_sum(one.bytes for one in rows),
                 )
             )
     return sums
+
+
+def _holder(
+    epochs: Sequence[_Epoch], held: HeldAt, moment: datetime, claimed: dict[str | None, np.ndarray]
+) -> answers.HistoryPromptHolder:
+    own = np.logical_or.reduce(list(held.tiers.values()))
+    depth = run_of(own)
+    found = _at(epochs, moment)
+    pools = {} if found is None else found[0].pools
+    reached = [claimed[pool["name"]] for pool in pools.values() if pool["name"] in claimed]
+    told = None if found is None else _instance(*found, {}, moment)
+    return answers.HistoryPromptHolder(
+        instance=held.instance,
+        stream=held.stream,
+        state="running" if told is None else told.state,
+        epoch=None if told is None else told.epoch,
+        last_frame=None if told is None else told.last_frame,
+        stopped=None if told is None else told.stopped,
+        depth=depth,
+        run=hottest_of(held.tiers, depth),
+        reach=max([depth, *(depth + run_of(bits[depth:]) for bits in reached)]),
+        block_bytes={tier: pool["block_bytes"] for tier, pool in pools.items() if pool["block_bytes"] > 0},
+        tiers=[_blocks_held(tier, bits) for tier, bits in held.tiers.items()],
+    )
+
+
+def _blocks_held(name: str | None, bits: np.ndarray) -> answers.HistoryBlocksHeld:
+    return answers.HistoryBlocksHeld(name=name, blocks=int(bits.sum()), held=packed_hex(bits))
 
 
 def _sum(values: Iterable[int | None]) -> int | None:

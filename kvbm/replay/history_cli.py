@@ -22,15 +22,16 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from kvbm.core.backend import Backend
+from kvbm.core.codec import ScannedFrame
 from kvbm.core.stays import NewStayFold
 from kvbm.files import opener
-from kvbm.replay.format import parse_at
+from kvbm.replay.format import parse_at, time_text
 from kvbm.replay.history import Maker, write_history
 from kvbm.replay.history_keeper import keep
 from kvbm.replay.history_manifest import MANIFEST, HistoryManifest
 from kvbm.replay.progress import watched
 from kvbm.replay.questions import changes, tenants, why
-from kvbm.replay.source import FileSource, FrameSource, SourceError
+from kvbm.replay.source import FileSource, FrameSource, Located, SourceError
 from kvbm.replay.sql import MEMORY_BYTES, TIMEOUT_S, HistoryDatabase, table_lines
 from kvbm.terminal import say
 
@@ -83,7 +84,14 @@ def add_arguments(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     time = "ISO 8601, Unix seconds or a clock time such as 13:19 (UTC, the last one the log reaches)"
     commands["changes"].add_argument("--from", required=True, dest="since", metavar="TIME", help=time)
     commands["changes"].add_argument(
-        "--to", dest="until", metavar="TIME", help=f"{time}; what happens then counts no more (default the end)"
+        "--to",
+        dest="until",
+        metavar="TIME",
+        help="as --from, a clock time being the first one after --from; what happens then counts no more (default the "
+        "end)",
+    )
+    commands["changes"].add_argument(
+        "--hash", metavar="HASH", help="only of blocks whose hash begins so (8 digits or more), event by event, too"
     )
     commands["tenants"].add_argument("--at", metavar="TIME", help=f"{time} (default the end)")
     asked = commands["sql"]
@@ -101,7 +109,7 @@ def add_arguments(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     )
     asked.add_argument(
         "--within",
-        type=_within,
+        type=seconds,
         default=TIMEOUT_S,
         metavar="SECONDS",
         help=f"a question that takes longer is given up (default {TIMEOUT_S:g})",
@@ -115,8 +123,8 @@ def _mebibytes(text: str) -> int:
     return int(text)
 
 
-def _within(text: str) -> float:
-    """Raises ArgumentTypeError."""
+def seconds(text: str) -> float:
+    """A time above 0; argparse names the option. Raises ArgumentTypeError."""
     try:
         value = float(text)
     except ValueError:
@@ -147,10 +155,10 @@ def run_changes(arguments: argparse.Namespace, parts: HistoryParts) -> HistoryMa
     """`kvbm-replay changes`."""
     with _opened(arguments, parts) as history:
         since = _moment(arguments.since, "--from", history)
-        until = _moment(arguments.until, "--to", history) if arguments.until else _behind_all(history)
+        until = _moment(arguments.until, "--to", history, since) if arguments.until else _behind_all(history)
         if since >= until:
             raise SourceError(f"--from {since.isoformat()} does not lie before --to {until.isoformat()}")
-        found = changes(history, since, until, arguments.instance)
+        found = changes(history, since, until, arguments.instance, arguments.hash)
         parts.write(arguments.json, found, found.lines())
         return history.manifest
 
@@ -203,9 +211,26 @@ class _CsvRows:
         self._out.writerows(rows)
 
 
-def _made(arguments: argparse.Namespace, parts: HistoryParts, folder: Path) -> HistoryManifest:
+class _LogEnd:
+    """Notes when the last frame of a log was cut, of whichever instance, while a history is made of it."""
+
+    def __init__(self) -> None:
+        self.last_ns = 0
+
+    def watched(self, located: Iterable[Located], source: FrameSource) -> Iterator[Located]:
+        """See `progress.watched`."""
+        for one in watched(located, source):
+            if isinstance(one.found, ScannedFrame):
+                self.last_ns = max(self.last_ns, one.found.wall_time_ns)
+            yield one
+
+
+def _made(
+    arguments: argparse.Namespace, parts: HistoryParts, folder: Path, end: _LogEnd | None = None
+) -> HistoryManifest:
     anew = getattr(arguments, "anew", False)
-    return write_history(parts.open_source(), folder, parts.backend, parts.new_stays, arguments.instance, watched, anew)
+    watch = watched if end is None else end.watched
+    return write_history(parts.open_source(), folder, parts.backend, parts.new_stays, arguments.instance, watch, anew)
 
 
 def _followed(arguments: argparse.Namespace, parts: HistoryParts) -> HistoryManifest:
@@ -244,8 +269,11 @@ def _opened(arguments: argparse.Namespace, parts: HistoryParts) -> Iterator[Hist
         return
     with _until_terminated(), tempfile.TemporaryDirectory(prefix="kvbm-history-") as above:
         folder = Path(above) / "history"
-        _made(arguments, parts, folder)
+        end = _LogEnd()
+        _made(arguments, parts, folder, end)
         with HistoryDatabase(folder, memory_bytes) as history:
+            if end.last_ns and history.manifest.until:  # the log goes on where one instance of it does not
+                history.manifest.until = max(history.manifest.until, time_text(end.last_ns))
             yield history
 
 
@@ -280,10 +308,13 @@ def _check_instance(instance: str | None, history: HistoryDatabase) -> None:
         raise SourceError(f"no frame of instance {instance!r} is there")
 
 
-def _moment(text: str, option: str, history: HistoryDatabase) -> datetime:
-    """A time, in UTC without a zone. Raises SourceError: it is an offset. ConfigError: it is none at all."""
+def _moment(text: str, option: str, history: HistoryDatabase, after: datetime | None = None) -> datetime:
+    """A time, in UTC without a zone; a time of day is the last one the log reaches, or the first one after another
+    time. Raises SourceError: it is an offset. ConfigError: it is none at all.
+    """
     try:
-        at = parse_at(text, option).on_last_day(_us(_behind_all(history)))
+        at = parse_at(text, option)
+        at = at.on_last_day(_us(_behind_all(history))) if after is None else at.first_after(_us(after))
         if at.time_us is None:
             raise SourceError(f"{option} {text}: offsets are of one instance; give a time")
         return _BEGIN + timedelta(microseconds=at.time_us)

@@ -53,7 +53,7 @@ _NICE = 5  # the catalog's own answers come first
 _MOST_THREADS = 4
 _AGAIN_S = 0.02  # between two interrupts
 _REST_BYTES = 1 << 30  # that the process takes beside what a question may
-_ANSWERS = frozenset({"overview", "timeline", "block", "changes", "tenants", "instance"})
+_ANSWERS = frozenset({"overview", "timeline", "block", "changes", "tenants", "instance", "pools", "prompt"})
 Send = Callable[[int, bytes], None]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import msgspec
@@ -124,6 +125,7 @@ class BlockLife(msgspec.Struct, kw_only=True):
             )
         places = "; ".join(f"{_named(one.instance, one.stream)} in {one.tier} since {one.since}" for one in self.held)
         yield f"  held at the end of the log: {places or 'nowhere'}"
+        yield "  times are those of each instance's own clock"
 
 
 class BlockLives(msgspec.Struct, kw_only=True):
@@ -154,7 +156,12 @@ class ChangeCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChangeReport(msgspec.Struct, kw_only=True):
-    """What changed from `since` on and before `until`. Each block counts once for each event."""
+    """What changed from `since` on and before `until`. Each block counts once for each event.
+
+    Attributes:
+        silences: instances whose last event in the log, or of an epoch, is in that time, and which did not stop.
+        lives: where blocks were asked for, what happened to each in that time.
+    """
 
     source: str
     since: str
@@ -162,18 +169,30 @@ class ChangeReport(msgspec.Struct, kw_only=True):
     changes: list[ChangeCount] = []
     starts: list[str] = []
     stops: list[str] = []
+    silences: list[str] = []
+    lives: list[BlockLife] = []
     holes: list[Unknown] = []
 
     def lines(self) -> Iterator[str]:
         """For people."""
-        yield f"from {self.since} to {self.until}"
-        yield from (f"  {one}" for one in (*self.starts, *self.stops))
+        yield f"from {self.since} to {self.until}, by the clocks of the instances"
+        told = [
+            f"{one.time}  {_named(one.instance, one.stream)} {place_text(one.epoch, one.offset)}  "
+            f"block {life.block}: {one.sentence()}"
+            for life in self.lives
+            for one in life.events
+        ]
+        yield from (f"  {one}" for one in sorted((*self.starts, *self.stops, *self.silences, *told), key=_time_of_line))
         for hole in self.holes:
             yield f"  {hole.instance}: {counted(hole.events, 'event')} missing, up to {hole.until}"
         for one in self.changes:
             yield f"  {one.instance:<20} {one.tier:<6} {one.event} {one.cause or '':<10} {one.blocks:>14,} blocks"
-        if not (self.changes or self.starts or self.stops or self.holes):
+        if not (self.changes or self.starts or self.stops or self.silences or self.holes):
             yield "  nothing changed"
+
+
+def _time_of_line(line: str) -> str:
+    return line.partition(" ")[0]
 
 
 class TenantTier(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,31 +226,48 @@ class Unheard(msgspec.Struct, frozen=True, kw_only=True):
         return f"{which}, last heard at {self.last_frame}; if it was killed, catalogs leave it out"
 
 
+class TenantClaims(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of one tenant that a pool of the cluster has, as far as the log tells."""
+
+    tenant: str | None
+    tier: str
+    pool: str | None
+    blocks: int
+
+
 class Tenants(msgspec.Struct, kw_only=True):
     """Whose blocks were held at a moment, largest first. `holes`: what is missing then.
 
     What an instance held counts until its next start ends it: a log does not say of one that is gone when it went.
-    `unheard` names those of which this may be so, and what they hold.
+    `unheard` names those of which this may be so, and what they hold. `claims` are blocks in pools of the cluster,
+    which belong to no instance and are in no row of `tenants`.
     """
 
     source: str
     at: str
     tenants: list[TenantTier] = []
+    claims: list[TenantClaims] = []
     unheard: list[Unheard] = []
     holes: list[Unknown] = []
 
     def lines(self) -> Iterator[str]:
         """For people."""
-        yield (
-            f"held at {self.at}" if self.tenants else f"nothing was held at {self.at or 'any time: there is no event'}"
-        )
+        is_any = bool(self.tenants or self.claims)
+        yield f"held at {self.at}" if is_any else f"nothing was held at {self.at or 'any time: there is no event'}"
         for one in self.tenants:
             size = "of unknown size" if one.bytes is None else f"{one.bytes:>20,} bytes"
-            named = "(unknown)" if one.tenant is None else one.tenant or "(none)"
-            yield f"  {named:<24} {one.tier:<6} {one.blocks:>14,} blocks {size} at {counted(one.instances, 'instance')}"
+            where = counted(one.instances, "instance")
+            yield f"  {_tenant_named(one.tenant):<24} {one.tier:<6} {one.blocks:>14,} blocks {size} at {where}"
+        for claim in self.claims:
+            where = f"claimed in {claim.pool or 'a pool'} of the cluster"
+            yield f"  {_tenant_named(claim.tenant):<24} {claim.tier:<6} {claim.blocks:>14,} blocks {where}"
         yield from (f"  {one.sentence()}" for one in self.unheard)
         for hole in self.holes:
             yield f"  {hole.instance}: {counted(hole.events, 'event')} missing, up to {hole.until}"
+
+
+def _tenant_named(tenant: str | None) -> str:
+    return "(unknown)" if tenant is None else tenant or "(none)"
 
 
 def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> BlockLives:
@@ -241,9 +277,7 @@ def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> B
         instance: what happened there alone.
     Raises: SourceError: no block's does, or too many, or it is no hash.
     """
-    digits = digits.lower().removeprefix("0x")
-    if not re.fullmatch(f"[0-9a-f]{{{_LEAST_DIGITS},{2 * HASH_BYTES}}}", digits):
-        raise SourceError(f"{digits!r} is no hash: give {_LEAST_DIGITS} to {2 * HASH_BYTES} hexadecimal digits")
+    digits = _checked(digits)
     found = block_lives(history, digits, _MOST_BLOCKS, instance)
     if not found:
         raise SourceError(f"no event in {history.manifest.source} names a block that begins with {digits}")
@@ -261,6 +295,14 @@ def why(history: HistoryDatabase, digits: str, instance: str | None = None) -> B
         life.unknown = _holes(history, sorted({one.instance for one in life.events}))
         lives.blocks.append(life)
     return lives
+
+
+def _checked(digits: str) -> str:
+    """The beginning of a hash. Raises SourceError: it is none."""
+    digits = digits.lower().removeprefix("0x")
+    if not re.fullmatch(f"[0-9a-f]{{{_LEAST_DIGITS},{2 * HASH_BYTES}}}", digits):
+        raise SourceError(f"{digits!r} is no hash: give {_LEAST_DIGITS} to {2 * HASH_BYTES} hexadecimal digits")
+    return digits
 
 
 def block_lives(
@@ -290,32 +332,92 @@ def block_lives(
     return lives
 
 
-def changes(history: HistoryDatabase, since: datetime, until: datetime, instance: str | None = None) -> ChangeReport:
-    """What changed in a stretch of time, its end not counted."""
+def changes(
+    history: HistoryDatabase, since: datetime, until: datetime, instance: str | None = None, digits: str | None = None
+) -> ChangeReport:
+    """What changed in a stretch of time, its end not counted.
+
+    Args:
+        digits: only of blocks whose hash begins so. Raises SourceError: it is no hash, or of too many blocks.
+    """
     found = ChangeReport(source=history.manifest.source, since=_iso(since) or "", until=_iso(until) or "")
     one, values = _only(instance)
+    narrowed, narrow = one, values
+    if digits is not None:
+        digits = _checked(digits)
+        narrowed, narrow = f"{one} AND block >= ? AND block <= ?", [*values, digits, f"{digits}g"]
+        found.lives = _lives_within(history, digits, instance, found.since, found.until)
     found.changes = [
         ChangeCount(instance=row[0], tier=row[1], event=row[2], cause=row[3], blocks=row[4])
         for row in history.ask(
             "SELECT instance, tier, event, cause, count(*) FROM changes(?, ?) "
-            f"WHERE true {one} GROUP BY ALL ORDER BY ALL",
-            [since, until, *values],
+            f"WHERE true {narrowed} GROUP BY ALL ORDER BY ALL",
+            [since, until, *narrow],
         ).rows
     ]
-    for column, words in (("began", found.starts), ("last_frame", found.stops)):
-        stopped = "" if column == "began" else "AND stopped IS NOT NULL"
-        words += [
-            f"{_iso(row[2])}  {row[0]} {'began' if column == 'began' else 'stopped'} epoch {row[1]}"
-            + (f": {row[3]}" if column != "began" else "")
-            for row in history.ask(
-                f"SELECT instance, epoch, {column}, stopped FROM instances "
-                f"WHERE {column} >= ? AND {column} < ? {stopped} {one} ORDER BY 3, 1",
-                [since, until, *values],
-            ).rows
-        ]
+    rows = history.ask(
+        "SELECT instance, stream, epoch, began, last_frame, stopped FROM instances "
+        f"WHERE true {one} ORDER BY instance, stream, life, epoch",
+        values,
+    ).rows
+    _note_epochs(found, [_Epoch(*row) for row in rows], since, until, history.manifest.until)
     named = [instance] if instance is not None else None
     found.holes = _holes(history, named, since, until)
     return found
+
+
+class _Epoch(NamedTuple):
+    """A row of `instances`."""
+
+    instance: str
+    stream: str
+    epoch: int
+    began: datetime
+    last_frame: datetime
+    stopped: str | None
+
+
+def _note_epochs(found: ChangeReport, epochs: list[_Epoch], since: datetime, until: datetime, end: str) -> None:
+    """Epochs that began, stopped, or fell silent in a stretch of time.
+
+    A stream has no word of a death. What the log can tell is that an epoch was followed by another one without a stop,
+    or that nothing of an instance comes after some event up to the log's end.
+
+    Args:
+        end: of the log.
+    """
+    for one, following in zip_longest(epochs, epochs[1:]):
+        who, last = _named(one.instance, one.stream), _iso(one.last_frame)
+        if since <= one.began < until:
+            found.starts.append(f"{_iso(one.began)}  {who} began epoch {one.epoch}")
+        if not since <= one.last_frame < until:
+            continue
+        if one.stopped is not None:
+            found.stops.append(f"{last}  {who} stopped epoch {one.epoch}: {one.stopped}")
+        elif following is not None and following[:2] == one[:2]:
+            found.silences.append(
+                f"{last}  {who}: the last event of epoch {one.epoch}, which did not stop; epoch {following.epoch} "
+                f"began at {_iso(following.began)}"
+            )
+        elif datetime.fromisoformat(end).replace(tzinfo=None) - one.last_frame >= _QUIET:
+            found.silences.append(
+                f"{last}  {who}: its last event in this log, which goes on to {end}; it did not stop: it is gone, or "
+                "had nothing to record"
+            )
+    for words in (found.starts, found.stops, found.silences):
+        words.sort(key=_time_of_line)
+
+
+def _lives_within(
+    history: HistoryDatabase, digits: str, instance: str | None, since: str, until: str
+) -> list[BlockLife]:
+    """What happened to blocks in a stretch of time, its end not counted. Raises SourceError."""
+    lives = block_lives(history, digits, _MOST_BLOCKS, instance)
+    if len(lives) > _MOST_BLOCKS:
+        raise SourceError(f"more than {_MOST_BLOCKS} blocks begin with {digits}; give more digits")
+    for life in lives:
+        life.events = [event for event in life.events if since <= event.time < until]
+    return [life for life in lives if life.events]
 
 
 def tenants(history: HistoryDatabase, at: datetime | None = None) -> Tenants:
@@ -331,9 +433,20 @@ def tenants(history: HistoryDatabase, at: datetime | None = None) -> Tenants:
             )
             for tenant, tier, blocks, size, at_ in rows
         ],
+        claims=_claims(history, at),
         unheard=_unheard(history, at),
         holes=[] if at is None else [_unknown(row) for row in hole_rows(history) if row.is_open(at)],
     )
+
+
+def _claims(history: HistoryDatabase, at: datetime | None) -> list[TenantClaims]:
+    asked = "claimed_objects" if at is None else "claimed_objects_at(?)"
+    rows = history.ask(
+        f"SELECT tenant, tier, pool, count(*) FROM {asked} LEFT JOIN namespaces USING (namespace) "
+        "GROUP BY ALL ORDER BY 4 DESC, 1, 2, 3",
+        [] if at is None else [at],
+    ).rows
+    return [TenantClaims(tenant=row[0], tier=row[1], pool=row[2], blocks=row[3]) for row in rows]
 
 
 def _unheard(history: HistoryDatabase, at: datetime | None) -> list[Unheard]:

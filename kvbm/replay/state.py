@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from kvbm.core.backend import Backend, Fold, NewFold
-from kvbm.core.codec import ScannedFrame
+from kvbm.core.codec import UNKNOWN_DIGEST, ScannedFrame
 from kvbm.core.ids import InstanceId, Tier, split_hashes
 from kvbm.replay.findings import ReplayFinding, undamaged
 from kvbm.replay.fold import StreamFold
@@ -46,7 +46,7 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         group: what differs for two instances of one name; mostly "".
         wall_time_ns: of the last frame that was folded, whole or in part; 0 for none.
-        frame_digest: that frame's, if it was folded whole and nothing is suspect; None otherwise.
+        frame_digest: that frame's, if it has one, was folded whole and nothing is suspect; None otherwise.
     """
 
     instance: InstanceId
@@ -154,7 +154,7 @@ def states_at(
     """
     states = States(source=source.name)
     if at.clock_us is not None:
-        at = at.on_last_day(last_us(source, backend, instance))
+        at = at.on_last_day(last_us(source, backend))
         states.notes.append(
             f"the time of day is that of {time_text((at.time_us or 0) * 1000)}, the last one the log reaches"
         )
@@ -178,9 +178,9 @@ def states_at(
     return states
 
 
-def last_us(source: FrameSource, backend: Backend, instance: str | None) -> int:
-    """When the last of its frames was cut; 0 where there is none."""
-    read = (one.found for one in only(source.read(backend), instance))
+def last_us(source: FrameSource, backend: Backend) -> int:
+    """When the last of its frames was cut, of whichever instance; 0 where there is none."""
+    read = (one.found for one in source.read(backend))
     return max((found.wall_time_ns for found in read if isinstance(found, ScannedFrame)), default=0) // 1000
 
 
@@ -207,7 +207,7 @@ def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
         or tier in fold.suspect
         or (tier in residencies.pools and not residencies.is_cluster(tier))
     ]
-    digest = last.digest if last is not None and cut.is_whole_frame and not fold.suspect else None
+    digest = last.digest if last is not None and cut.is_whole_frame and not fold.suspect else UNKNOWN_DIGEST
     return InstanceState(
         instance=key.instance,
         group=key.group,
@@ -215,7 +215,7 @@ def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:
         offset=fold.next_offset,
         wall_time_ns=last.wall_time_ns if last else 0,
         digest=f"{residencies.digest:016x}",
-        frame_digest=None if digest is None else f"{digest:016x}",
+        frame_digest=None if digest == UNKNOWN_DIGEST else f"{digest:016x}",
         tiers=tiers,
     )
 

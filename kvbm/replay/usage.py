@@ -12,9 +12,18 @@ import msgspec
 
 from kvbm.core.backend import Backend
 from kvbm.core.codec import USAGE_VERSION
-from kvbm.core.events import UsageRecorded
+from kvbm.core.events import InstanceStarted, UsageRecorded
 from kvbm.core.ids import Offset
-from kvbm.core.usage import UsageGap, UsageHour, UsageSums, begin_of_hour, end_of_hour, entries_of, lines_of
+from kvbm.core.usage import (
+    UsageGap,
+    UsageHour,
+    UsageSums,
+    begin_of_hour,
+    end_of_hour,
+    entries_of,
+    lines_of,
+    unused_lines,
+)
 from kvbm.core.usage import UsageReport as Sums
 from kvbm.replay.findings import ReplayFinding, undamaged
 from kvbm.replay.order import LifeBegins, Missing, Next, in_order, life_text
@@ -28,12 +37,14 @@ class UsageOfLog(msgspec.Struct, kw_only=True):
 
     Attributes:
         hours, gaps: as in `core.usage.UsageReport`. events: UsageRecorded that were read.
+        tenants: all that the log has recorded something of, or has a namespace of.
     """
 
     source: str
     events: int = 0
     hours: tuple[UsageHour, ...] = ()
     gaps: tuple[UsageGap, ...] = ()
+    tenants: list[str] = []
     notes: list[str] = []
     findings: list[ReplayFinding] = []
 
@@ -82,7 +93,7 @@ def usage_of(
         located: what was read from the source, where somebody watches it pass.
     """
     report = UsageOfLog(source=source.name)
-    sums = UsageSums()
+    sums, known = UsageSums(), set[str]()
     read = source.read(backend) if located is None else located
     steps = in_order(only(read, instance), source.is_trimmed)
     for key, step in undamaged(steps, report.notes, report.findings):
@@ -97,8 +108,11 @@ def usage_of(
             continue
         frame, _ = backend.decode_frame(step.located.data)
         for offset, event in enumerate(frame.events, frame.first_offset):
+            if isinstance(event, InstanceStarted):
+                known.update(one.tenant for one in event.namespaces)
             if not isinstance(event, UsageRecorded):
                 continue
+            known.update(row.tenant for row in event.rows)
             is_wanted = wanted.has(event)
             report.events += is_wanted
             for entry in entries_of(frame.instance, frame.epoch, Offset(offset), event):
@@ -106,6 +120,7 @@ def usage_of(
                     sums.add(entry)
                 else:
                     sums.note(entry)  # a gap may end behind what is wanted
-    found = sums.report(wanted.tenants is None, wanted.begin_ms, wanted.end_ms)
-    report.hours, report.gaps = found.hours, found.gaps
+    found = sums.report(wanted.begin_ms, wanted.end_ms)
+    report.hours, report.gaps, report.tenants = found.hours, found.gaps, sorted(known)
+    report.notes += unused_lines(report.hours, wanted.tenants or (), known, "the log")
     return report

@@ -218,7 +218,7 @@ class _Verifier:
             self._find(DIGEST, why, step.located, frame, offset=frame.next_offset - 1)
             fold.diverge()
         if self._against is not None:
-            self._against.passed(frame, fold)
+            self._against.passed(frame, fold, step.located.data)
 
     def _find_illegal(self, step: Next, illegal: Illegal) -> None:
         frame, rule = step.frame, illegal.error.rule

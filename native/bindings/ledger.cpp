@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "native_objects.hpp"
+#include "waiting_frames.hpp"
 
 namespace kvbm::bindings {
 namespace {
@@ -143,18 +144,6 @@ std::vector<Recovered> recovered_of(nb::handle entries) {
 // -- C++ → Python -----------------------------------------------------------------------------------------------------
 
 nb::bytes packed(std::span<const std::uint32_t> slots) { return nb::bytes(slots.data(), slots.size_bytes()); }
-
-nb::bytes framed(const FrameBody& body, FrameHeader header) {
-  header.first_offset = body.first_offset;
-  header.digest = body.digest;
-  header.version = body.version;
-  const nb::bytes data = new_bytes(frame_bytes(header, body.namespaces.size(), body.used));
-  const std::span<std::uint8_t> out = writable(data);
-  std::uint8_t* const events = write_head(header, body.event_count, body.namespaces, out);
-  std::copy_n(body.bytes.data(), body.used, events);
-  write_checksum(out);
-  return data;
-}
 
 // kvbm._native.Ledger: the Python face of one Ledger; the caller's lock and the GIL protect it.
 class PythonLedger {

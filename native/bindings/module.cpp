@@ -75,6 +75,7 @@ NB_MODULE(_native, module) {
   bind_cluster_index(module, errors);
   bind_columns(module, errors);
   bind_ledger(module, errors);
+  bind_foreign_ledger(module, errors);
   bind_ledger_lock(module);
   bind_row_copy(module, errors);
   bind_arena(module);

@@ -238,6 +238,7 @@ void bind_router(nb::module_& module, const SharedErrors& errors);
 void bind_plain_frames(nb::module_& module, const SharedErrors& errors);
 void bind_columns(nb::module_& module, const SharedErrors& errors);
 void bind_ledger(nb::module_& module, const SharedErrors& errors);
+void bind_foreign_ledger(nb::module_& module, const SharedErrors& errors);
 void bind_ledger_lock(nb::module_& module);
 void bind_peer_tls(nb::module_& module, const SharedErrors& errors);
 void bind_peer_server(nb::module_& module, const SharedErrors& errors);

@@ -123,6 +123,14 @@ def test_ids_and_roots_of_namespaces_are_what_they_were(case: dict[str, Any]):
     assert made.root(secret).hex() == case["root"]
 
 
+@vectors("seeds")
+def test_seeds_that_no_double_holds_are_hashed_as_they_are(case: dict[str, Any]):
+    made = Namespace(**case["fields"] | {"scheme_seed": int(case["fields"]["scheme_seed"])})
+    assert abs(made.scheme_seed) > 2**53
+    assert (made.canonical().decode(), made.id.hex()) == (case["canonical"], case["id"])
+    assert made.root(bytes.fromhex(case["secret"])).hex() == case["root"]
+
+
 def test_the_golden_frame_has_every_kind_of_event():
     frame, _ = codec.decode_frame((HERE / f"frame_v{codec.VERSION}.bin").read_bytes())
     assert {type(event) for event in frame.events} == set(codec.Event.__args__)

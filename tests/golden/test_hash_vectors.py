@@ -40,7 +40,13 @@ def test_a_stranger_computes_every_vector(program: list[str]):
 
 def test_a_changed_vector_is_named(program: list[str], tmp_path: Path):
     vectors: dict[str, list[dict[str, Any]]] = json.loads(VECTORS.read_text(encoding="utf-8"))
-    for kind, changed in (("namespaces", "root"), ("namespaces", "id"), ("prompts", "hashes"), ("derived", "hashes")):
+    for kind, changed in (
+        ("namespaces", "root"),
+        ("namespaces", "id"),
+        ("seeds", "canonical"),
+        ("prompts", "hashes"),
+        ("derived", "hashes"),
+    ):
         one = vectors[kind][-1]
         before = one[changed]
         one[changed] = ["0" * 32] if isinstance(before, list) else "0" * 32

@@ -25,7 +25,10 @@ KEYS = {
     "hash": {"hash_blocks_per_s"},
     "codec": {"encode_blocks_per_s", "decode_blocks_per_s"},
     "ledger": {"ledger_ns_per_block_run16"},
-    "bridge": {"bridge_blocks_per_s", "bridge_events_per_s", "bridge_bytes_per_block"},
+    "bridge": {
+        *("bridge_blocks_per_s", "bridge_events_per_s", "bridge_bytes_per_block"),
+        *("bridge_visible_ms_p50", "bridge_visible_ms_p99", "engine_event_ns_per_block"),
+    },
     "index": {"apply_events_per_s", "bytes_per_residency", "query_us_p50", "query_us_p99", "query_us_p99_small_frames"},
     "events": {"event_ns_per_block_run16", "event_ns_per_block_run1"},
     "replay": {"verify_native_events_per_s", "verify_reference_events_per_s"},

@@ -18,8 +18,10 @@ from kvbm.assembly.start import OnStream
 from kvbm.bridge.instance import BridgedInstance
 from kvbm.config import SourceSettings, load_settings
 from kvbm.core.errors import ConfigError, MissingExtraError
+from kvbm.streams.foreign.identity import ForeignSource
 from kvbm.streams.publisher.thread import PublisherThread
 from tests.bridge_site import Site, site
+from tests.bridged import native
 from tests.eventually import eventually
 from tests.foreign_engines import CLEARED, MODEL, Prompt, removed_event, stored_event
 from tests.nats_fixture import cluster, nats_url
@@ -253,6 +255,7 @@ def test_what_is_unknown_is_said_as_unknown(site: Site, publishers: list[Publish
             "an engine is one source",
         ),
         ({"a": {"model": "m", "endpoint": "tcp://h:1", "speed": 1}}, "no setting of a source"),
+        ({"a": {"model": "m", "endpoint": "tcp://h:1", "replay": "tcp://h:2", "ranks": 2}}, "1 ports apart, and 2"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(sources: dict[str, Any], words: str, nats_url: str):
@@ -295,6 +298,7 @@ def test_an_instance_whose_start_is_interrupted_is_published_no_more(monkeypatch
     monkeypatch.setattr(BridgedInstance, "start", interrupt)
     known = SourceSettings(endpoint="tcp://127.0.0.1:1", model=MODEL)
     source: Any = SimpleNamespace(name="a", instance=None, is_alive=lambda: True)
+    rank = bridge._Rank(source, native(ForeignSource(MODEL)).ledger, known)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
-        bridge._open_instance(load_settings(), "nats://127.0.0.1:1", source, known)
+        bridge._open_instance(load_settings(), "nats://127.0.0.1:1", rank)
     assert done == ["start", "stop"] and source.instance is None

@@ -24,13 +24,15 @@ from kvbm.catalog.access.callers import AccessOptions
 from kvbm.catalog.access.file import NewToken, add_token
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
+from kvbm.catalog_cli import catalog_main
 from kvbm.config import load_settings
 from kvbm.config.settings import LimitSettings
 from kvbm.core.errors import ConfigError
 from kvbm.core.events import StopReason
 from kvbm.core.ids import Tier
+from kvbm.locate.http import CatalogClient
 from kvbm.replay.history_manifest import read_manifest
-from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, Instance
+from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, TOKENS, Instance
 from tests.eventually import WAIT_S, eventually
 from tests.extras import needed
 from tests.nats_fixture import cluster, nats_url
@@ -145,10 +147,10 @@ def test_an_overview_of_each_moment(site: Site):
         (instance,) = overview["instances"]
         blocks.append({tier["tier"]: tier["blocks"] for tier in instance["tiers"]})
     assert blocks == [
-        {"HBM": 0, "HOST": 0, "OBJECT": 0},
-        {"HBM": 4, "HOST": 0, "OBJECT": 0},
-        {"HBM": 4, "HOST": 2, "OBJECT": 0},
-        {"HBM": 4, "HOST": 2, "OBJECT": 0},
+        {"HBM": 0, "HOST": 0, "OBJECT": None},
+        {"HBM": 4, "HOST": 0, "OBJECT": None},
+        {"HBM": 4, "HOST": 2, "OBJECT": None},
+        {"HBM": 4, "HOST": 2, "OBJECT": None},
     ]
     last = site.ask("/overview")
     (instance,) = last["instances"]
@@ -179,6 +181,51 @@ def test_a_block_by_the_beginning_of_its_hash(site: Site):
     assert [(one["instance"], one["tier"]) for one in block["held"]] == [("one", "HBM")]
     assert [one["tier"] for one in site.ask(f"/block/{BLOCK.upper()}")["blocks"][0]["held"]] == ["HBM", "HOST"]
     assert not found["more"] and found["holes"] == []
+
+
+def posted(site: Site, path: str, **asked: object) -> tuple[int, Any]:
+    answer = urllib3.request("POST", f"{site.url}/v1/history{path}", json=asked, timeout=WAIT_S)
+    return answer.status, answer.json()
+
+
+def test_a_prompt_by_its_tokens_or_hashes_at_each_moment(site: Site):
+    space = SPACE.id.hex()
+    found = []
+    for at in site.times:
+        status, answer = posted(site, "/prompt", namespace=space, tokens=TOKENS, at=at)
+        assert (status, answer["blocks"], answer["clocks"]) == (200, 10, "instances")
+        found.append([(one["instance"], one["depth"], one["run"], one["state"]) for one in answer["holders"]])
+    assert found[:4] == [[], [], [("one", 4, {"HBM": 4}, "running")], [("one", 4, {"HBM": 4}, "running")]]
+    status, answer = posted(site, "/prompt", namespace=space, hashes=HASHES.hex(), at=site.times[3])
+    assert status == 200 and [one["name"] for one in answer["holders"][0]["tiers"]] == ["HBM", "HOST"]
+    assert [one["held"] for one in answer["holders"][0]["tiers"]] == ["0f00", "0300"]
+    assert site.ask("/pools", at=site.times[3])["pools"] == []
+
+
+def test_a_route_then_says_that_load_is_not_known(site: Site):
+    asked = {"namespace": SPACE.id.hex(), "tokens": [*TOKENS, 1, 2], "at": site.times[3]}
+    status, answer = posted(site, "/route", **asked)
+    assert status == 200 and answer["input_tokens"] == 42
+    assert [(one["instance"], one["depth"], one["missing_tokens"]) for one in answer["ranked"]] == [("one", 4, 26)]
+    assert answer["not_known"][0] == "load then is not recorded: costs are those of idle engines"
+    assert answer["without"]["missing_tokens"] == 42
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "code"),
+    [
+        ("/prompt", {"hashes": BLOCK}, "namespace_missing"),
+        ("/prompt", {"namespace": SPACE.id.hex(), "hashes": ""}, "bad_prompt"),
+        ("/prompt", {"namespace": SPACE.id.hex(), "hashes": BLOCK * 8193}, "bad_prompt"),
+        ("/prompt", {"namespace": SPACE.id.hex(), "hashes": BLOCK, "at": "noon"}, "bad_time"),
+        ("/prompt", {"namespace": SPACE.id.hex(), "hashes": BLOCK, "instances": ["one"]}, "of_now_alone"),
+        ("/route", {"namespace": SPACE.id.hex(), "hashes": BLOCK}, "input_tokens_missing"),
+        ("/route", {"namespace": SPACE.id.hex(), "hashes": BLOCK, "input_tokens": 3}, "too_many_hashes"),
+    ],
+)
+def test_a_prompt_that_makes_no_sense_is_refused_in_words(site: Site, path: str, asked: dict[str, Any], code: str):
+    status, answer = posted(site, path, **asked)
+    assert (status, answer["error"]["code"]) == (422, code), answer
 
 
 def test_changes_and_a_timeline_of_a_stretch(site: Site):
@@ -294,7 +341,9 @@ def test_a_client_that_goes_away_has_its_question_cancelled(site: Site):
     body = json.dumps({"question": SLOW, "within_s": 25}).encode()
     for _ in range(4):  # more than there are processes
         with socket.create_connection((str(address.hostname), address.port or 0), timeout=WAIT_S) as gone:
-            gone.sendall(b"POST /v1/history/sql HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            gone.sendall(
+                b"POST /v1/history/sql HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            )
             assert site.refused("/overview", at="nonsense")[0] in (422, 429)  # it was read by now
     eventually(lambda: site.sql("SELECT 1").status == 200, "a process is free")
 
@@ -360,6 +409,8 @@ def test_operators_alone_may_ask(tmp_path: Path, nats_url: str, cluster: str):
             ("/v1/history/overview", "GET"),
             ("/v1/history/block/00000000", "GET"),
             ("/v1/history/sql", "POST"),
+            ("/v1/history/prompt", "POST"),
+            ("/v1/history/route", "POST"),
         ):
             assert status(path, tokens["router"], method) == 403
             assert status(path, None, method) == 401
@@ -442,3 +493,28 @@ def children_with(words: str, folder: Path) -> list[int]:
         if words in command and str(folder) in command and int(path.parent.name) != os.getpid():
             found.append(int(path.parent.name))
     return found
+
+
+def test_the_beginning_of_a_hash_is_asked_for_on_the_command_line(
+    site: Site, nats_url: str, capsys: pytest.CaptureFixture[str]
+):
+    """The last test of the site: another instance comes."""
+    capsys.readouterr()
+    assert catalog_main(["who", "--url", site.url, BLOCK[:8]]) == 0
+    assert capsys.readouterr().out == f"nobody holds a block whose hash begins with {BLOCK[:8]}\n"  # any more
+    assert catalog_main(["who", "--url", site.url, "0" * 8]) == 2
+    assert "00000000" in capsys.readouterr().err
+    other = Instance(nats_url, "past", "gpu-1")
+    other.create(0, 4)
+    other.publish()
+    with CatalogClient(site.url, WAIT_S) as client:
+
+        def is_held() -> bool:
+            other.beat()
+            return bool(client.block(SPACE, HASHES[:16]).holders)
+
+        eventually(is_held, "the catalog names nobody who holds it")
+    for words in ((BLOCK[:8],), (BLOCK[:12].upper(), "--namespace", SPACE.model)):
+        assert catalog_main(["who", "--url", site.url, *words]) == 0
+        out = capsys.readouterr().out
+        assert f"hash {BLOCK}" in out and "gpu-1" in out.split() and "HBM" in out.split()

@@ -24,6 +24,7 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.command_line import configure_logs
 from kvbm.config import Settings
 from kvbm.core.answers import BlockAnswer, InstanceSummary, LookupAnswer, RouteAnswer
+from kvbm.core.ids import Namespace
 from kvbm.core.watch_events import BlockChanges, WatchBegun, WatchEvent
 from kvbm.locate.http import CatalogClient
 from tests.eventually import WAIT_S, eventually
@@ -124,8 +125,10 @@ def test_answers_are_tables_for_people(asked: Asked) -> None:
     _, instances, _ = asked("instances")
     assert "2 / 64" in instances
     assert "live" in instances
+    assert "OBJECT" not in instances and f"pool {POOL} of all: 8 blocks" in instances
     _, one, _ = asked("instances", "a")
     assert "rack-1, a" in one
+    assert re.search(r"as of its last heartbeat, \d+\.\d s ago: published, ", one)
     _, nobody, _ = asked("who", "00" * 16)
     assert "nobody holds block" in nobody
     _, spaces, _ = asked("instances", "--namespaces")
@@ -174,6 +177,8 @@ def test_a_remark_has_room_on_a_narrow_terminal(url: str, nats_url: str, cluster
     narrow = on_terminal(80, "instances", "--url", url)
     assert f"a: {trouble}" in narrow and "2 / 64" in narrow and "remark" not in narrow
     assert max(map(len, narrow.splitlines())) <= 80
+    (row,) = [line.split() for line in narrow.splitlines() if line.startswith(" a ")]
+    assert row[:2] == ["a", "live"]
     wide = on_terminal(200, "instances", "--url", url)
     assert trouble in wide and "remark" in wide
 
@@ -236,6 +241,89 @@ def test_what_cannot_be_asked_is_said(asked: Asked, words: tuple[str, ...], why:
     status, out, err = asked(*words)
     assert (status, out) == (2, "")
     assert why in err
+
+
+def heard(url: str, nats_url: str, cluster: str, *spaces: Namespace) -> None:  # noqa: F811
+    """Instances of these namespaces come, each with two blocks of its own."""
+    for at, space in enumerate(spaces):
+        other = LedgerInstance(nats_url, cluster, f"b{at}", space=space)
+        other.publish()
+    with CatalogClient(url, WAIT_S) as client:
+        wanted = {SPACE.id.hex(), *(space.id.hex() for space in spaces)}
+        eventually(lambda: {one.id for one in client.namespaces()} == wanted, "the namespaces are not known")
+
+
+def test_a_tenant_picks_its_namespace(asked: Asked, url: str, nats_url: str, cluster: str) -> None:  # noqa: F811
+    acme, bolt = (msgspec.structs.replace(SPACE, tenant=name) for name in ("acme", "bolt"))
+    heard(url, nats_url, cluster, acme, bolt)
+    one_of = ("--namespace", SPACE.model)
+    assert "may be any of 3 namespaces" in asked("lookup", HASHES.hex(), *one_of)[2]
+    for words in (
+        (*one_of, "--tenant", "acme"),
+        ("--tenant", "acme"),
+        ("--tenant", "acme", "--namespace", acme.id.hex()[:6]),
+    ):
+        status, out, err = asked("lookup", HASHES.hex(), *words, "--json")
+        assert (status, err) == (0, "")
+        assert msgspec.json.decode(out, type=LookupAnswer).namespace == acme.id.hex()
+    _, out, _ = asked("lookup", HASHES.hex(), "--tenant", "", "--json")
+    assert msgspec.json.decode(out, type=LookupAnswer).namespace == SPACE.id.hex()
+    status, out, _ = asked(
+        "lookup", ",".join(map(str, TOKENS)), "--tenant", "bolt", "--set", "catalog.tenant_secrets.bolt=x", "--json"
+    )
+    assert (status, msgspec.json.decode(out, type=LookupAnswer).namespace) == (0, bolt.id.hex())
+    status, _, err = asked("lookup", HASHES.hex(), "--tenant", "nosuch")
+    assert status == 2 and "knows no namespace of tenant 'nosuch'" in err and acme.id.hex() in err
+    assert asked("lookup", HASHES.hex(), "--tenant", "bolt", "--namespace", acme.id.hex())[0] == 2
+
+
+def test_a_block_is_looked_for_in_all_namespaces(
+    asked: Asked,
+    url: str,
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+) -> None:
+    heard(url, nats_url, cluster, msgspec.structs.replace(SPACE, tenant="acme"))
+    block = HASHES[:16].hex()
+    status, out, _ = asked("who", block)
+    assert status == 0 and f"hash {block}" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith(f" {block[:12]}")]
+    assert sorted(row[3] for row in rows) == ["a", POOL] and {row[1] for row in rows} == {SPACE.id.hex()[:8]}
+    (answer,) = msgspec.json.decode(asked("who", block, "--json")[1], type=list[BlockAnswer])
+    assert (answer.namespace, {one.name for one in answer.holders}) == (SPACE.id.hex(), {"a", POOL})
+    assert "nobody holds block" in asked("who", block, "--tenant", "acme")[1]
+    status, _, err = asked("who", block[:8])
+    assert status == 2 and "this one keeps none; give all 32 digits" in err
+    with pytest.raises(SystemExit):
+        asked("who", block[:7])
+
+
+def test_the_hashes_of_a_prompt_are_told(asked: Asked) -> None:
+    ids = ",".join(map(str, TOKENS))
+    each = [HASHES[at : at + 16].hex() for at in range(0, len(HASHES), 16)]
+    status, out, err = asked("hashes", ids)
+    assert (status, out.split(), err) == (0, each, "")
+    assert json.loads(asked("hashes", ids, "--json")[1]) == {"namespace": SPACE.id.hex(), "hashes": each}
+    assert asked("lookup", "-", "--json", given=out)[1] == asked("lookup", ids, "--json")[1]
+
+
+def test_a_cluster_without_instances_is_told_in_words(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = ServiceSettings(
+        nats_url=nats_url, database_url=sqlite_url, cluster=cluster, listen="127.0.0.1:0", connect_s=WAIT_S
+    )
+    with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
+        with CatalogClient(thread.url, WAIT_S) as client:
+            client.wait_ready(WAIT_S)
+        capsys.readouterr()
+        assert cli.catalog_main(["instances", "--url", thread.url]) == 0
+        assert capsys.readouterr().out.startswith("the catalog knows no instance yet")
+        assert cli.catalog_main(["instances", "--url", thread.url, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == []
 
 
 def test_two_namespaces_are_told_apart(asked: Asked, nats_url: str, cluster: str, url: str) -> None:  # noqa: F811

@@ -10,10 +10,10 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -387,9 +387,20 @@ def wait_in(victim: Needles, folder: Path, place: str) -> None:
     eventually(lambda: place in str(victim.in_folder(folder)), f"{place} below {folder} has nothing")
 
 
-def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(world: World) -> None:
+class Served(NamedTuple):
+    """Three instances that have served prompts of both tenants.
+
+    Attributes:
+        prompts: of each instance.
+    """
+
+    managers: dict[str, Manager]
+    prompts: dict[str, list[int]]
+
+
+def serve_both(world: World, victim: Needles) -> Served:
+    """Have instances serve prompts, until each place of theirs and of the catalog has something of the victim."""
     prompts = {"a": [1, 2], "b": [2, 3], "c": [4]}
-    victim, other = Needles(VICTIM, range(1, 5)), Needles(OTHER, range(1, 5))
     managers = {name: world.instance(name) for name in prompts}
     for name, manager in managers.items():
         for prompt in prompts[name]:
@@ -397,26 +408,61 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
                 manager.unpin(serve(manager, space, prompt))
         assert manager.settle(WAIT_S)
     eventually(lambda: all(depth(world, s, 3) == DEPTH for s in (VICTIM, OTHER)), "the catalog has not all claims")
-    checkpoints = world.folder / "checkpoints"
+    checkpoints, archive = world.folder / "checkpoints", world.folder / "archive"
     eventually(lambda: "a hash" in str(victim.in_folder(checkpoints)), "no checkpoint has the blocks")
-    eventually(lambda: "a hash" in str(victim.in_folder(world.folder / "archive")), "the archive has not the blocks")
-    # What the search must be able to find.
-    for place in (
-        "nvme.pool",
-        "pod/home.b.pool",
-        ".slots",
-        "journal",
-        "catalog.db",
-        "archive",
-        "checkpoints",
-        "samples",
-    ):
+    eventually(lambda: "a hash" in str(victim.in_folder(archive)), "the archive has not the blocks")
+    return Served(managers, prompts)
+
+
+def check_that_it_is_everywhere(world: World, victim: Needles, managers: Mapping[str, Manager]) -> None:
+    """What the search of an erased tenant must be able to find."""
+    files = ("nvme.pool", "pod/home.b.pool", ".slots", "journal", "catalog.db", "archive", "checkpoints", "samples")
+    for place in files:
         wait_in(victim, world.folder, place)
     assert victim.in_bytes(b"".join(world.messages())) >= {"the tenant's name", "the namespace", "a hash"}
     assert victim.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
     assert any(str(VICTIM.id.hex()) in name for name in world.store.objects)
     assert all("bytes of a block" in victim.in_bytes(memory_of(manager)) for manager in managers.values())
 
+
+def check_that_instances_have_nothing(world: World, victim: Needles, managers: Mapping[str, Manager]) -> None:
+    assert not any(str(VICTIM.id.hex()) in name for name in world.store.objects)
+    for name, manager in managers.items():
+        assert not victim.in_folder(world.folder / "instances" / name)
+        assert not victim.in_bytes(memory_of(manager))
+    assert not victim.in_folder(world.folder / "pod")
+
+
+def check_that_nothing_is_left(world: World, victim: Needles, managers: Mapping[str, Manager]) -> None:
+    assert victim.in_folder(world.folder) == {}
+    assert victim.in_bytes(world.tables()) == set()
+    assert [message for message in world.messages() if victim.in_bytes(message)] == []
+    assert [name for name, body in world.store.objects.items() if victim.in_bytes(name.encode() + bytes(body[0]))] == []
+    for manager in managers.values():
+        assert not victim.in_bytes(memory_of(manager))
+
+
+def check_the_archive(world: World, number: int) -> None:
+    """It is whole but for what it says an erasure took."""
+    archive = verify(open_source(str(world.folder / "archive")), NATIVE, NATIVE_FOLD)
+    assert archive.findings == []
+    assert any(f"erased by erasure {number}" in note for note in archive.notes), archive.notes
+
+
+def check_that_others_keep_all(world: World, served: Served) -> None:
+    other = Needles(OTHER, range(1, 5))
+    assert other.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
+    for name, manager in served.managers.items():
+        for prompt in served.prompts[name]:
+            assert manager.acquire(OTHER.id, hashes_of(OTHER, prompt)).depth == DEPTH
+    assert all(depth(world, OTHER, prompt) == DEPTH for prompt in range(1, 5))
+
+
+def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(world: World) -> None:
+    victim = Needles(VICTIM, range(1, 5))
+    served = serve_both(world, victim)
+    managers = served.managers
+    check_that_it_is_everywhere(world, victim, managers)
     managers.pop("c").close()
     pinned = serve(managers["a"], VICTIM, 1)
     code, number, _ = world.erase(tenant=VICTIM.tenant)
@@ -434,12 +480,7 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
     eventually(
         others_wait, "a and b are not done", state=lambda: waits(world.erase(status=number)[2]), timeout_s=WAIT_S
     )
-    assert not any(str(VICTIM.id.hex()) in name for name in world.store.objects)
-    for name in managers:
-        assert not victim.in_folder(world.folder / "instances" / name)
-    assert not victim.in_folder(world.folder / "pod")
-    for manager in managers.values():
-        assert not victim.in_bytes(memory_of(manager))
+    check_that_instances_have_nothing(world, victim, managers)
 
     # One that was away erases before it serves; its engine does not name the tenant any more.
     managers["c"] = world.instance("c", [OTHER])
@@ -453,23 +494,11 @@ def test_nothing_of_an_erased_tenant_is_left_anywhere_and_the_others_keep_all(wo
     asyncio.run(let_age(world.server.url))
     eventually(lambda: world.erase(status=number)[0] == 0, "the stream keeps it", timeout_s=WAIT_S)
 
-    assert victim.in_folder(world.folder) == {}
-    assert victim.in_bytes(world.tables()) == set()
-    assert [message for message in world.messages() if victim.in_bytes(message)] == []
-    assert [name for name, body in world.store.objects.items() if victim.in_bytes(name.encode() + bytes(body[0]))] == []
-    for manager in managers.values():
-        assert not victim.in_bytes(memory_of(manager))
+    check_that_nothing_is_left(world, victim, managers)
     world.catalog.stop()
-    archive = verify(open_source(str(world.folder / "archive")), NATIVE, NATIVE_FOLD)
-    assert archive.findings == []
-    assert any(f"erased by erasure {number}" in note for note in archive.notes), archive.notes
+    check_the_archive(world, number)
     world.start_catalog()
-    # The other tenant has all it had.
-    assert other.in_bytes(world.tables()) >= {"the tenant's name", "the namespace", "a hash"}
-    for name, manager in managers.items():
-        for prompt in prompts[name]:
-            assert manager.acquire(OTHER.id, hashes_of(OTHER, prompt)).depth == DEPTH
-    assert all(depth(world, OTHER, prompt) == DEPTH for prompt in range(1, 5))
+    check_that_others_keep_all(world, served)
 
 
 @pytest.mark.nightly

@@ -116,7 +116,8 @@ def test_no_answer_redirects_to_where_the_caller_says(asked: CatalogProcess) -> 
 
 @pytest.fixture(scope="module")
 def asked(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogProcess]:  # noqa: F811
-    with catalog_process(tmp_path_factory.mktemp("asked"), nats_url, "nobody") as process:
+    hosts = {"hosts": "evil.example"}  # a name of a caller's choice, which is let in
+    with catalog_process(tmp_path_factory.mktemp("asked"), nats_url, "nobody", access=hosts) as process:
         yield process
 
 

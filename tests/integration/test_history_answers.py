@@ -134,6 +134,13 @@ def test_an_empty_history_and_bad_times(opened: Callable[..., HistoryAnswers]):
         assert (error.value.status, error.value.code) == (422, "bad_time")
 
 
+def test_a_clock_time_up_to_which_is_the_first_one_after_that_from_which(opened: Callable[..., HistoryAnswers]):
+    answers = opened(*frames_of(LOG))
+    found = answers.changes("00:00:05", "00:00:30")  # the history ends before
+    assert (found.since, found.to) == (at(5), at(30))
+    assert answers.timeline("23:59", "00:00:03").to == at(3)
+
+
 def test_times_at_the_ends_of_the_calendar_and_of_parts_are_exact(opened: Callable[..., HistoryAnswers]):
     answers = opened(*frames_of(LOG))
     line = answers.timeline("0001-01-01T00:00:00Z", "9999-12-31T23:59:59.999999Z", 500)

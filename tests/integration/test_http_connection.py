@@ -16,10 +16,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvbm.assembly import NATIVE, NATIVE_INDEX
+from kvbm.catalog.access.callers import AccessOptions
 from kvbm.catalog.access.file import NewToken, add_token
 from kvbm.catalog.edge.fast_path import MOST_BYTES
 from kvbm.catalog.edge.http_connection import MAX_HEADER_BYTES, READ_BYTES
-from kvbm.catalog.edge.server import bind_path
+from kvbm.catalog.edge.server import CatalogThread, bind_path
+from kvbm.catalog.service import ServiceSettings
 from kvbm.core.answers import LookupAnswer, PresenceAnswer
 from kvbm.core.errors import ArgumentError, CatalogError
 from kvbm.core.ids import HASH_BYTES
@@ -128,7 +131,7 @@ def test_a_body_may_come_in_pieces(catalog: CatalogProcess) -> None:
 
 def test_short_and_long_questions_may_follow_each_other_at_once(catalog: CatalogProcess) -> None:
     body = json.dumps(LOOKUP).encode()
-    kinds = [post("/v1/lookup", body), chunked("/v1/lookup", body), b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"]
+    kinds = [post("/v1/lookup", body), chunked("/v1/lookup", body), b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"]
     with Wire(catalog.url) as wire:
         check_in_any_order(wire, kinds, b"ok\n")
         wire.send(post("/v1/lookup", body) * 500)  # each answered before the next is looked at
@@ -137,7 +140,7 @@ def test_short_and_long_questions_may_follow_each_other_at_once(catalog: Catalog
 
 def test_more_requests_than_are_waited_for_end_the_connection(catalog: CatalogProcess) -> None:
     with Wire(catalog.url) as wire:
-        wire.send(b"GET /readyz HTTP/1.1\r\nhost: x\r\n\r\n" * (READ_BYTES // 36))
+        wire.send(b"GET /readyz HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n" * (READ_BYTES // 44))
         assert wire.ends()
     with Wire(catalog.url) as wire:
         wire.send(post("/v1/lookup", json.dumps(LOOKUP).encode()))
@@ -147,7 +150,7 @@ def test_more_requests_than_are_waited_for_end_the_connection(catalog: CatalogPr
 @pytest.mark.parametrize("head", [b"x: " + b"y" * MAX_HEADER_BYTES, b"a: b\r\n" * (MAX_HEADER_BYTES // 6)])
 def test_a_header_is_bounded(catalog: CatalogProcess, head: bytes) -> None:
     with Wire(catalog.url) as wire:
-        wire.send(b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + head + b"z: z")
+        wire.send(b"GET /healthz HTTP/1.1\r\nhost: 127.0.0.1\r\n" + head + b"z: z")
         assert wire.answer()[0] == 400
         assert wire.ends()
 
@@ -173,7 +176,7 @@ def test_trailers_are_read_by_nobody(catalog: CatalogProcess) -> None:
 def test_what_is_no_plain_question_goes_the_long_way(catalog: CatalogProcess, request_line: bytes, status: int) -> None:
     body = json.dumps(LOOKUP).encode()
     with Wire(catalog.url) as wire:
-        wire.send(request_line + b"\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        wire.send(request_line + b"\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         assert wire.answer()[0] == status
 
 
@@ -212,7 +215,9 @@ def test_who_may_not_ask_is_told_so_on_either_way(cluster_url: str, tmp_path: Pa
 def test_headers_of_strangers_shut_nobody_out(cluster_url: str, tmp_path: Path) -> None:
     """They said that 256 KiB come, and had that much room of the 14 MiB for all, without a token and without a body."""
     token = add_token(tmp_path / "access.toml", NewToken("router", "router"), time.time())
-    head = f"POST /v1/lookup HTTP/1.1\r\nhost: x\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: 262144\r\n\r\n"
+    head = (
+        f"POST /v1/lookup HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: 262144\r\n\r\n"
+    )
     body = encode_batch(PromptBatch(LOOKUP_KIND, 8, SPACE.id, [(bytes(200 << 10), 0)]))
     with catalog_process(tmp_path, cluster_url, CLUSTER, access={"access": tmp_path / "access.toml"}) as guarded:
         host, _, port = guarded.url.partition("//")[2].rpartition(":")
@@ -315,7 +320,7 @@ def test_a_batch_too_long_for_the_short_way_goes_the_long(catalog: CatalogProces
 def test_instances_come_in_pages(catalog: CatalogProcess) -> None:
     def page(query: str) -> Any:
         with Wire(catalog.url) as wire:
-            wire.send(f"GET /v1/instances{query} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            wire.send(f"GET /v1/instances{query} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode())
             status, _, body = wire.answer()
         assert status == 200, body
         found = json.loads(body)
@@ -331,5 +336,50 @@ def test_instances_come_in_pages(catalog: CatalogProcess) -> None:
         assert client.instance("no&body=x") is None
     for query in ("?limit=0", "?limit=1001", "?limit=x", "?first=a", "?" + "name=a&" * 300):
         with Wire(catalog.url) as wire:
-            wire.send(f"GET /v1/instances{query} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            wire.send(f"GET /v1/instances{query} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode())
             assert wire.answer()[0] == 422
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:7700", "localhost.evil.example", "127.0.0.1.evil.example"]
+)
+def test_a_catalog_that_asks_nobody_who_they_are_is_not_called_by_another_name(
+    catalog: CatalogProcess, host: str
+) -> None:
+    body = json.dumps(LOOKUP).encode()
+    with Wire(catalog.url) as wire:
+        for request in (
+            post("/v1/lookup", body),
+            chunked("/v1/lookup", body),
+            b"GET /v1/instances HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n",
+        ):
+            wire.send(request.replace(b"host: 127.0.0.1", f"host: {host}".encode()))
+            status, _, answer = wire.answer()
+            error = json.loads(answer)["error"]
+            assert (status, error["code"]) == (421, "other_host")
+            assert host.partition(":")[0] in error["message"] and "catalog.hosts" in error["what_to_do"]
+        for own in ("localhost", "LOCALHOST:7700", "127.0.0.1:1", "[::1]:7700", "localhost."):
+            wire.send(post("/v1/lookup", body).replace(b"host: 127.0.0.1", f"host: {own}".encode()))
+            assert wire.answer()[0] == 200
+
+
+def test_a_catalog_that_knows_its_callers_or_a_proxys_name_is_called_by_it(
+    nats_url: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    token = add_token(tmp_path / "callers.toml", NewToken("router", "router"), time.time())
+    for name, access in (
+        ("hosts", AccessOptions(hosts=("Catalog.example",))),
+        ("access", AccessOptions(file=str(tmp_path / "callers.toml"))),
+    ):
+        settings = ServiceSettings(
+            nats_url=nats_url,
+            database_url=f"sqlite+aiosqlite:///{tmp_path / name}.db",
+            cluster=name,
+            listen="127.0.0.1:0",
+            access=access,
+        )
+        with CatalogThread(settings, NATIVE, NATIVE_INDEX) as catalog, Wire(catalog.url) as wire:
+            lines = ["GET /v1/instances HTTP/1.1", "host: catalog.example:80", f"authorization: Bearer {token}"]
+            wire.send("\r\n".join([*lines, "", ""]).encode())
+            assert wire.answer()[0] == 200

@@ -16,7 +16,7 @@ from kvbm.catalog.replica import CatalogReplica, ReplicaSettings
 from kvbm.core.answers import LookupAnswer, MissedAnswer, RouteAnswer
 from kvbm.core.backend import REFERENCE, Backend
 from kvbm.core.errors import CatalogRefusedError
-from kvbm.core.events import PoolStated
+from kvbm.core.events import PoolStated, StopReason
 from kvbm.core.ids import Namespace, NamespaceId, Reach, Tier
 from kvbm.core.layout import pool_name
 from kvbm.core.watch_events import PrefixDepths, WatchBegun
@@ -119,6 +119,42 @@ def test_a_silent_miss_says_why_in_answers_batches_and_metrics(running: Running)
     assert (counted["lookup", "no_full_block"], counted["lookup", "not_held"]) == (1, 1)
     presence = client.presence(OTHERS["revision"], HASHES)
     assert isinstance(presence.missed, MissedAnswer) and presence.missed.why == "namespace_unknown"
+
+
+def test_a_route_says_the_same_reason_as_a_lookup(running: Running) -> None:
+    a, b = running.instance("a"), running.instance("b")
+    a.create(0, 5)
+    serve(running, a)
+    b.publish()
+    client = running.client
+
+    def whys() -> tuple[str, str]:
+        """Of a lookup and of a route."""
+        told = client.lookup(SPACE, HASHES), client.route(SPACE, HASHES, 40, limit=1, remember=False)
+        looked_up, routed = (missed_of(one).why if one.missed else "" for one in told)
+        return looked_up, routed
+
+    def are_heard(queued_tokens: int, **of_a: bool) -> bool:
+        a.beat(queued_tokens, **of_a)
+        b.beat()
+        state = "stopping" if of_a else "live"
+        return [one.state for one in client.instances()] == [state, "live"] and (
+            client.route(SPACE, HASHES, 40, limit=1, remember=False).instance == "b"
+        )
+
+    eventually(lambda: are_heard(10_000_000), "b costs less than a, which has long queues")
+    assert whys() == ("", "")  # a is behind the limit
+    eventually(lambda: are_heard(0, stopping=True), "a is not about to stop")
+    assert whys() == ("", "excluded")
+    a.ledger.stop(StopReason.SHUTDOWN)
+    a.publish()
+    eventually(lambda: [one.state for one in client.instances()] == ["stopped", "live"], "a has not stopped")
+    before = metrics(running)
+    assert whys() == ("excluded", "excluded")
+    batched = client.lookup_many(SPACE, [HASHES])[0], client.route_many(SPACE, [HASHES], [40])[0]
+    assert [missed_of(one).why for one in batched] == ["excluded", "excluded"]
+    counted = {key: count - before[key] for key, count in metrics(running).items() if count != before[key]}
+    assert counted == {("lookup", "excluded"): 2, ("route", "excluded"): 2}
 
 
 def test_a_block_that_nobody_holds_says_why_as_a_lookup_does(running: Running) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,6 +17,7 @@ import urllib3
 
 from kvbm.catalog.edge import overview
 from kvbm.catalog.sql.store import SqlStore
+from kvbm.core.overview import OverviewAnswer
 from tests.catalog_site import OTHER, Instance, Running, run_catalog
 from tests.eventually import WAIT_S, eventually
 from tests.nats_fixture import cluster, nats_url
@@ -23,7 +25,7 @@ from tests.secured_catalogs import Files, files, look_at_once, serve
 from tests.web_site import overview_of
 
 __all__ = ["cluster", "files", "look_at_once", "nats_url", "serve"]
-PAGES = 200
+PAGES, MANY = 200, 20
 
 
 @pytest.fixture
@@ -34,9 +36,14 @@ def running(nats_url: str, cluster: str, sqlite_url: str) -> Iterator[Running]:
 class Feed:
     """One reader of the feed."""
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(self, url: str, token: str = "", buffer_bytes: int = 0) -> None:
+        """Args: buffer_bytes: that the system takes for it before it is read; 0: as usual."""
         place = urlsplit(url)
-        self.sock = socket.create_connection((place.hostname, place.port), WAIT_S)
+        self.sock = socket.socket()
+        if buffer_bytes:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        self.sock.settimeout(WAIT_S)
+        self.sock.connect((place.hostname, place.port))
         head = f"authorization: Bearer {token}\r\n" if token else ""
         self.sock.sendall(f"GET /v1/overview/feed HTTP/1.1\r\nhost: {place.netloc}\r\n{head}\r\n".encode())
         self.read = self.sock.makefile("rb")
@@ -129,17 +136,27 @@ def test_a_feed_begins_whole_and_goes_on_with_what_has_changed(running: Running)
     feed.close()
 
 
-def test_two_hundred_pages_share_one_computation_and_one_who_reads_nothing_holds_up_nobody(running: Running) -> None:
+def test_two_hundred_pages_share_one_computation(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look serves all that come while it is fresh; what goes out is made once, for however many."""
     first = started(running, "a", 2)
     looked(running.client.url, lambda told: rows(told)["a"]["blocks"][0] == 2 if rows(told) else False)
-    deaf = Feed(running.client.url)  # of whom nothing is read
-    feeds = [Feed(running.client.url) for _ in range(PAGES)]
-    try:
-        assert {feed.status for feed in feeds} == {200}
-        begun = [feed.next()[1] for feed in feeds]
-        assert len({told["run"] for told in begun}) == 1
+    counted = Counter[str]()
+    counting(monkeypatch, counted)
+    with ExitStack() as opened:
+        with monkeypatch.context() as still:
+            still.setattr(overview, "EVERY_S", 10 * WAIT_S)  # what was looked at stays fresh until all have come
+            feeds = [Feed(running.client.url) for _ in range(PAGES)]
+            for feed in feeds:
+                opened.callback(feed.close)
+            assert {feed.status for feed in feeds} == {200}
+            begun = [feed.next()[1] for feed in feeds]
+            assert len({(told["run"], told["version"]) for told in begun}) == 1
+            assert counted["looks"] <= 1 and counted["texts"] <= 2, counted
+        counted.clear()
         first.create(2, 6)
         first.publish()
+        # Looks that are due again; those who wait are told of them
+        looked(running.client.url, lambda told: rows(told)["a"]["blocks"][0] == 6)
         changes: dict[int, set[str]] = {}
         for feed in feeds:
             while True:
@@ -148,13 +165,63 @@ def test_two_hundred_pages_share_one_computation_and_one_who_reads_nothing_holds
                     changes.setdefault(told["version"], set()).add(json.dumps(told))
                 if rows(told).get("a", {}).get("blocks", [0])[0] == 6:
                     break
-        assert {len(texts) for texts in changes.values()} == {1}  # each change is the same for all
-        # …and there are few: one a second, not one for each page
-        assert len(changes) <= max(told["version"] for told in begun) + 120
-    finally:
-        for feed in [deaf, *feeds]:
-            feed.close()
+        assert changes and {len(texts) for texts in changes.values()} == {1}  # each change is the same for all
+        assert counted["texts"] <= 2 * counted["looks"], counted  # a change and a whole one, not one for each page
     assert urllib3.request("GET", running.client.url + "/healthz", timeout=WAIT_S).status == 200
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, counted: Counter[str]) -> None:
+    """Count looks at all instances, and texts that are made of them."""
+    find, encode = overview.Overview._find, overview._encoded
+
+    async def found(one: overview.Overview) -> Any:
+        counted["looks"] += 1
+        return await find(one)
+
+    def encoded(answer: OverviewAnswer) -> bytes:
+        counted["texts"] += 1
+        return encode(answer)
+
+    monkeypatch.setattr(overview.Overview, "_find", found)
+    monkeypatch.setattr(overview, "_encoded", encoded)
+
+
+def test_one_who_reads_nothing_holds_up_nobody_and_nothing_is_kept_for_it(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = started(running, "a", 2)
+    looked(running.client.url, lambda told: rows(told)["a"]["blocks"][0] == 2 if rows(told) else False)
+    encode, step = overview._encoded, overview.Overview.next
+    padding = b" " * (1 << 20)  # an answer of some 10,000 instances
+    monkeypatch.setattr(overview, "_encoded", lambda answer: encode(answer) + padding)
+    monkeypatch.setattr(overview, "EVERY_S", 0.05)
+    monkeypatch.setattr(overview, "_BYTES_PER_S", 1 << 40)
+    asked = Counter[object]()  # by feed, how often it has asked for more
+
+    async def stepped(one: overview.Overview, *more: Any) -> Any:
+        asked[asyncio.current_task()] += 1
+        return await step(one, *more)
+
+    monkeypatch.setattr(overview.Overview, "next", stepped)
+    with ExitStack() as opened:
+        deaf = Feed(running.client.url, buffer_bytes=4096)
+        opened.callback(deaf.close)
+        assert eventually(lambda: len(asked) == 1, "its feed does not begin")
+        (of_deaf,) = asked
+        others = [Feed(running.client.url) for _ in range(3)]
+        for feed in others:
+            opened.callback(feed.close)
+        version = min(feed.next()[1]["version"] for feed in others)
+        for feed in others:
+            while feed.next()[1]["version"] < version + MANY:  # they go on, though it has not taken the first ones
+                pass
+        stopped = asked[of_deaf]
+        assert stopped < MANY, f"{stopped} answers wait for one who reads nothing"
+        for feed in others:
+            while feed.next()[1]["version"] < version + 2 * MANY:
+                pass
+        assert asked[of_deaf] == stopped  # it waits for its reader, and asks for nothing
+    assert first.name == "a"
 
 
 def test_a_feed_whose_view_was_forgotten_goes_on_whole(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from tests.alert_cases import ALERT_CASES, ALSO, promtool_tests
 from tests.eventually import eventually
 from tests.nats_fixture import started
 from tests.prometheus_site import ROOT, RULES, WAIT_S, MeasuredSite, Prometheus, has_rates, prometheus, promtool
+from tests.releases import GOLDEN, METRICS
+from tests.watched_metrics import labels_of, names_in, read_by_rules_and_dashboards, rules
 from tools import reference
 from tools.dashboards.write import FOLDER, dashboards, text_of
 
@@ -51,15 +53,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         yield Watched(site, running)
 
 
-def rules() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
-
-
-def names_in(expr: str) -> set[str]:
-    """Metrics that an expression reads."""
-    return set(re.findall(r"\bkvbm_[a-z_]+[a-z]\b", expr))
-
-
 def unknown_names(exprs: list[str], exported: dict[str, str]) -> set[str]:
     """Metrics that nobody exports. vLLM's are those that its connector counts."""
     series = {one.name for one in reference.vllm_metrics()}
@@ -68,18 +61,6 @@ def unknown_names(exprs: list[str], exported: dict[str, str]) -> set[str]:
     histograms = {one.name for one in reference.vllm_metrics() if one.kind == "histogram"}
     series |= {f"{name}{end}" for name in histograms for end in ("_bucket", "_sum", "_count")}
     return set().union(*map(names_in, exprs)) - series
-
-
-def labels_of(metric: str) -> set[str]:
-    """Labels that a series of ours has at Prometheus."""
-    name = re.sub(r"_(bucket|sum|count)$", "", metric)
-    own = {
-        one.name: set(one.labels)
-        for one in (*reference.catalog_metrics(), *reference.manager_metrics(), *reference.vllm_metrics())
-    }[name]
-    renamed = {"exported_instance" if label == "instance" else label for label in own}
-    beside = {"engine", "model_name"} if metric.startswith("kvbm_vllm_") else set()
-    return renamed | beside | {"job", "instance", "le"}
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -338,3 +319,35 @@ def test_a_dashboard_is_one_that_grafana_can_show(name: str) -> None:
 def test_the_dashboards_are_those_that_the_tool_writes() -> None:
     written = {name: text_of(model) for name, model in dashboards().items()}
     assert written == {name: (FOLDER / name).read_text() for name in DASHBOARDS}, "python -m tools.dashboards.write"
+
+
+# -- a dashboard of a version behind ----------------------------------------------------------------------------------
+
+RELEASES = sorted(path.parent.name for path in GOLDEN.glob(f"*/{METRICS}"))
+
+
+def lost_of(read: dict[str, list[str]], exported: dict[str, str]) -> list[str]:
+    """What is read, labels by series, and nobody serves: series, and labels of others."""
+    lost = unknown_names(list(read), exported)
+    there = {series: set(labels) for series, labels in read.items() if series not in lost}
+    labels = {f"{series}{{{one}}}" for series, wanted in there.items() for one in wanted - labels_of(series)}
+    return sorted(lost | labels)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_rules_and_dashboards_of_a_release_read_is_still_served(release: str, watched: Watched) -> None:
+    read = json.loads((GOLDEN / release / METRICS).read_text())
+    assert len(read) > 90 and lost_of(read, watched.site.exported()) == []
+
+
+def test_a_metric_or_a_label_that_a_release_had_and_that_went_away_is_found(watched: Watched) -> None:
+    read = {"kvbm_catalog_lost": ["part"], "kvbm_catalog_ready": ["colour"], "kvbm_catalog_degraded_parts": ["part"]}
+    assert lost_of(read, watched.site.exported()) == ["kvbm_catalog_lost", "kvbm_catalog_ready{colour}"]
+
+
+def test_what_rules_and_dashboards_read_is_found() -> None:
+    assert RELEASES[0] == "0.1.0"
+    here = read_by_rules_and_dashboards()
+    assert here.keys() >= names_in(" ".join(rule["expr"] for rule in rules()))
+    assert here["kvbm_catalog_degraded_parts"] == ["part"]
+    assert here["kvbm_manager_trouble"] == ["exported_instance", "part"]

@@ -289,6 +289,29 @@ def test_a_catalog_takes_what_is_right_whole_or_not_at_all_and_tells_the_service
     service.told("STOPPING=1")
 
 
+def test_a_catalog_tells_the_limits_of_tenants_that_its_settings_have_now(
+    tmp_path: Path, start: Callable[..., Service]
+) -> None:
+    config = tmp_path / "kvbm.toml"
+    begin = f'[instance]\ndata_dir = "{tmp_path}/data"\n[catalog]\nlisten = "127.0.0.1:0"\n'
+    config.write_text(f"{begin}[tenants.acme]\nobject_bytes = 300\nhost_bytes = 100\n")
+    service = start("serve", "--config", str(config))
+    url = service.logged("catalog.listening")["url"]
+
+    def limits() -> dict[str, tuple[int | None, int | None]]:
+        with urllib.request.urlopen(url + "/v1/overview", timeout=WAIT_S) as answer:
+            told = json.load(answer)["tenants"]
+        return dict(zip(told["tenant"], zip(told["host_quota"], told["quota"], strict=True), strict=True))
+
+    eventually(lambda: limits() == {"acme": (100, 300)}, "the limits are not told", state=limits)
+    config.write_text(f"{begin}[tenants.acme]\nobject_bytes = 500\n[tenants.beta]\nhost_bytes = 7\n")
+    service.hang_up()
+    line = service.logged("settings.reloaded")
+    assert "tenants.acme.object_bytes" in line["changed"] and line["needs_restart"] == []
+    eventually(lambda: limits() == {"acme": (None, 500), "beta": (7, None)}, "the new ones are not", state=limits)
+    service.end()
+
+
 def test_a_catalog_whose_terminal_is_closed_ends_with_its_server(tmp_path: Path) -> None:
     words = [
         "serve",

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+import kvbm.replay.cli
 from kvbm.assembly import NATIVE, NATIVE_AGES, NATIVE_FOLD, NATIVE_INDEX, NATIVE_STAYS, catalog_client, decode_columns
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.service import ServiceSettings
@@ -25,6 +26,10 @@ from kvbm.core.events import InstanceStopped, StopReason
 from kvbm.core.ids import InstanceId, Offset, split_hashes
 from kvbm.locate.http import CatalogClient
 from kvbm.replay.cli import Parts
+from kvbm.replay.compare_catalog import CatalogComparison
+from kvbm.replay.format import place_text
+from kvbm.replay.opening import open_source
+from kvbm.replay.verify import verify
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
 from tests.captures import NAMESPACES, chain, make_capture, packed
@@ -308,7 +313,86 @@ def test_verify_says_why_no_single_block_of_a_stopped_instance_was_looked_up(
         said = replay(capsys, 0, "verify", fresh_nats, "--catalog", live.url)
     *_, note, equal = said.splitlines()
     assert "instance one: the catalog holds it for stopped, so single blocks were not compared" in note
-    assert "1 instance at equal offsets, 0 blocks (blocks are looked up one by one where a live instance" in equal
+    assert "1 instance at equal offsets, 0 blocks (the notes say of each instance why none" in equal
+
+
+def test_verify_says_of_an_instance_that_went_on_that_its_blocks_were_not_looked_up(
+    fresh_nats: str, tmp_path: Path
+) -> None:
+    publish(fresh_nats, messages(ONE[:-3]), CLUSTER)
+    with catalog(fresh_nats, tmp_path, "live") as live:
+        eventually(lambda: has_all(live, ONE[:-3]))
+        against = CatalogComparison(live, None)
+        publish(fresh_nats, messages(ONE[-3:]), CLUSTER)  # while the log is read, which ends before
+        eventually(lambda: has_all(live, ONE))
+        capture = tmp_path / "a.kvbm"
+        capture.write_bytes(packed(ONE[:-3]))
+        found = verify(open_source(str(capture)), NATIVE, NATIVE_FOLD, against=against).catalog
+    assert found is not None and (found.compared, found.blocks, found.differences) == (1, 0, [])
+    place = place_text(ONE[-1].epoch, ONE[-1].next_offset)
+    note = f"the catalog has moved on to {place} since, so single blocks were not compared"
+    assert found.notes == [f"instance one: {note}"]
+
+
+def test_a_log_that_is_written_still_is_read_again_and_one_that_stays_behind_has_a_status_of_its_own(
+    fresh_nats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(fresh_nats, [*messages(ONE), *messages(TWO)], CLUSTER)
+    capture = tmp_path / "a.kvbm"
+    capture.write_bytes(packed([*ONE, *TWO[:-3]]))
+    pauses: list[float] = []
+    with catalog(fresh_nats, tmp_path, "live") as live:
+        eventually(lambda: has_all(live, ONE, TWO))
+        monkeypatch.setattr(kvbm.replay.cli, "time", Waits(pauses.append))
+        said = replay(capsys, 3, "verify", str(capture), "--catalog", live.url)
+        assert "BEHIND: the log ends before where the catalog at " in said and "1 instance at equal offsets" in said
+        stood = place_text(TWO[-1].epoch, TWO[-1].next_offset)
+        assert f"the catalog stood at {stood} before it was read" in said
+        assert len(pauses) == 3
+
+        def written(pause_s: float) -> None:
+            capture.write_bytes(packed([*ONE, *TWO]))
+
+        monkeypatch.setattr(kvbm.replay.cli, "time", Waits(written))
+        said = replay(capsys, 0, "verify", str(capture), "--catalog", live.url)
+        assert "2 instances at equal offsets" in said.splitlines()[-1]
+
+
+class Waits:
+    """The module `time`, with something else to do than to wait."""
+
+    def __init__(self, sleep: Callable[[float], object]) -> None:
+        self.sleep = sleep
+
+
+def test_an_instance_that_is_gone_and_that_the_catalog_does_not_know_is_a_note(
+    fresh_nats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    last, now_ns = TWO[-1], time.time_ns()
+    stop = msgspec.structs.replace(
+        last,
+        first_offset=Offset(last.next_offset),
+        wall_time_ns=now_ns,
+        events=(InstanceStopped(reason=StopReason.SHUTDOWN),),
+    )
+    publish(fresh_nats, messages(ONE), CLUSTER)
+    capture = tmp_path / "a.kvbm"
+    with catalog(fresh_nats, tmp_path, "live") as live:
+        eventually(lambda: has_all(live, ONE))
+        capture.write_bytes(packed([*ONE, *TWO]))  # of months ago
+        said = replay(capsys, 0, "verify", str(capture), "--catalog", live.url)
+        assert "instance two: its last event is of 2026-01-01T" in said
+        assert "it has forgotten it, or has never heard of it; not compared" in said and "equal: " in said
+        capture.write_bytes(packed([*ONE, *TWO, stop]))
+        said = replay(capsys, 0, "verify", str(capture), "--catalog", live.url)
+        assert "instance two: it stopped at " in said and "(shutdown), and the catalog does not know it" in said
+        capture.write_bytes(packed([*ONE, *TWO[:-1], of_now(last)]))  # it goes on
+        said = replay(capsys, 1, "verify", str(capture), "--catalog", live.url)
+        assert "DIFFERENT" in said and "catalog-absent of instance two" in said
+
+
+def of_now(frame: Frame) -> Frame:
+    return msgspec.structs.replace(frame, wall_time_ns=time.time_ns())
 
 
 def test_verify_names_how_a_catalog_differs_from_the_log(
@@ -319,7 +403,7 @@ def test_verify_names_how_a_catalog_differs_from_the_log(
     capture = tmp_path / "a.kvbm"
     with catalog(fresh_nats, tmp_path, "live") as live:
         eventually(lambda: has_all(live, ONE))
-        capture.write_bytes(packed(TWO))
+        capture.write_bytes(packed([*TWO[:-1], of_now(TWO[-1])]))
         said = replay(capsys, 1, "verify", str(capture), "--catalog", live.url)
         assert "catalog-absent of instance two" in said and "catalog-ahead of instance one" in said
         cut = next(n for n in range(len(other), 0, -1) if other[n - 1].epoch < ONE[-1].epoch)

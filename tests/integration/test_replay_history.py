@@ -108,6 +108,7 @@ def test_why_tells_a_life_event_by_event(history: HistoryDatabase):
         "  2026-01-01T00:00:07.000000Z  one e2+1  listed in NVME, as it is there",
         "  2026-01-01T00:00:08.000000Z  one e2+3  taken out of the cluster's OBJECT: ttl",
         "  held at the end of the log: one in NVME since 2026-01-01T00:00:07.000000Z",
+        "  times are those of each instance's own clock",
     ]
     fetched = life(history, THREE.hex()[:8])
     assert [one.sentence() for one in fetched.events] == [
@@ -145,6 +146,54 @@ def test_changes_count_what_began_and_ended_in_a_stretch_of_time(history: Histor
     assert list(changes(history, BEGIN - timedelta(days=1), BEGIN).lines())[1:] == ["  nothing changed"]
 
 
+def test_changes_tell_who_fell_silent_in_the_order_of_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    killed = frames_of([[START], [created(Tier.HBM, THREE, [0])]], "killed")
+    busy = frames_of([[START], *([created(Tier.HBM, hash_of(number), [number])] for number in range(5))], "busy")
+    spread = [cut_at(frame, frame.wall_time_ns + number * 20 * SECOND_NS) for number, frame in enumerate(busy)]
+    capture, folder = tmp_path / "capture.kvbm", str(tmp_path / "history")
+    capture.write_bytes(packed([*frames_of(LOG), *killed, *spread]))
+    assert main(["history", str(capture), folder]) == 0
+    minute = "2026-01-01T00:00:"
+    silent = f"  {minute}01.000000Z  killed: its last event in this log, which goes on to 2026-01-01T00:01:45.000000Z;"
+    for source in (str(capture), folder):
+        for narrowed, told in (([], 7), (["--instance", "killed"], 2)):
+            capsys.readouterr()
+            assert main(["changes", source, "--from", "00:00", "--to", "00:00:30", *narrowed]) == 0
+            head, *lines = capsys.readouterr().out.splitlines()
+            assert head == f"from {minute}00.000000Z to {minute}30.000000Z, by the clocks of the instances"
+            events = [line for line in lines if minute in line]
+            assert events == sorted(events, key=lambda line: line.split()[0]) and len(events) == told
+            assert any(line.startswith(silent) and "it did not stop: it is gone, or had" in line for line in events)
+    assert main(["changes", folder, "--from", "00:00", "--instance", "one"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        f"{minute}05.000000Z  one: the last event of epoch 1, which did not stop; epoch 2 began at {minute}06." in said
+    )
+    assert main(["changes", folder, "--from", "00:01", "--instance", "busy"]) == 0
+    assert "its last event" not in capsys.readouterr().out  # the log ends with it
+    assert main(["changes", folder, "--from", "00:00:02", "--to", "00:00:30", "--instance", "killed"]) == 0
+    assert capsys.readouterr().out.endswith("  nothing changed\n")
+
+
+def test_changes_of_one_block_are_told_event_by_event(history: HistoryDatabase):
+    found = changes(history, BEGIN + timedelta(seconds=3), BEGIN + timedelta(seconds=5), digits=ONE.hex()[:8])
+    of_one = f"block {ONE.hex()}: "
+    assert [line.replace(of_one, "") for line in found.lines() if of_one in line] == [
+        "  2026-01-01T00:00:03.000000Z  one e1+3  evicted from HBM: capacity",
+        "  2026-01-01T00:00:04.000000Z  one e1+4  moved from HOST to NVME (offload)",
+        "  2026-01-01T00:00:04.000000Z  one e1+5  put into the cluster's OBJECT, or found there (offload)",
+    ]
+    assert {(one.tier, one.event, one.blocks) for one in found.changes} == {
+        ("HBM", "ended", 1),
+        ("HOST", "ended", 1),
+        ("NVME", "began", 1),
+        ("OBJECT", "claimed", 1),
+    }
+    assert changes(history, BEGIN, BEGIN + timedelta(seconds=9), digits="44444444").changes == []
+    with pytest.raises(SourceError, match="no hash"):
+        changes(history, BEGIN, BEGIN + timedelta(seconds=9), digits="4")
+
+
 def test_tenants_by_tier_with_bytes(history: HistoryDatabase):
     at_first = tenants(history, BEGIN + timedelta(seconds=2))
     assert [(one.tenant, one.tier, one.blocks, one.bytes) for one in at_first.tenants] == [
@@ -154,6 +203,29 @@ def test_tenants_by_tier_with_bytes(history: HistoryDatabase):
     assert [(one.tenant, one.tier, one.blocks, one.bytes) for one in tenants(history).tenants] == [
         ("acme", "NVME", 1, 1000)
     ]
+
+
+def test_tenants_count_what_pools_of_the_cluster_have(history: HistoryDatabase):
+    claimed = tenants(history, BEGIN + timedelta(seconds=5))
+    assert [(one.tenant, one.tier, one.pool, one.blocks) for one in claimed.claims] == [
+        ("acme", "OBJECT", "s3://bucket/kv", 1)
+    ]
+    (line,) = [line for line in claimed.lines() if "OBJECT" in line]
+    assert line.split() == ["acme", "OBJECT", "1", "blocks", "claimed", "in", "s3://bucket/kv", "of", "the", "cluster"]
+    assert tenants(history).claims == []  # it was taken out
+
+
+def test_the_page_lists_the_columns_that_there_are(history: HistoryDatabase):
+    page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
+    rows = [line.split("|")[1::2] for line in page.partition("| name | a row is | columns |")[2].splitlines()[2:11]]
+    listed: dict[str, list[str]] = {}
+    for names, columns in rows:
+        listed[names.split("`")[1]] = columns.split("`")[1::2]
+    listed["history"] = listed["residencies"] + listed["history"][1:]
+    assert len(listed) == 9
+    for name, columns in listed.items():
+        described = history.ask(f"SELECT column_name FROM (DESCRIBE {name})").rows
+        assert sorted(columns) == sorted(row[0] for row in described), name
 
 
 def test_tenants_say_whose_blocks_count_though_the_instance_may_be_gone(tmp_path: Path):
@@ -323,7 +395,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
         assert capsys.readouterr().out == f"block\n{ONE.hex()}\n"
         assert main(["sql", source, "SELECT began FROM residencies", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["rows"] == [["2026-01-01T00:00:07.000000Z"]]
-    assert main(["changes", folder, "--from", "00:00:05", "--to", "00:00:05"]) == 2
+    assert main(["changes", folder, "--from", "00:00:05", "--to", "2026-01-01T00:00:05Z"]) == 2
     assert "does not lie before" in capsys.readouterr().err
     assert main(["tenants", folder, "--at", "e1+5"]) == 2
     assert "offsets are of one instance" in capsys.readouterr().err
@@ -341,6 +413,29 @@ def test_arrow_is_what_notebooks_read(tmp_path: Path):
     assert table.column_names == ["time", "event", "block"]
     assert table.num_rows == 13
     assert table["time"][0].as_py() == BEGIN + timedelta(seconds=1)
+
+
+def test_a_time_of_day_up_to_which_is_the_first_one_after_that_from_which(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    capture, folder = tmp_path / "capture.kvbm", str(tmp_path / "history")
+    dead = frames_of([LOG[0], LOG[1]], "dead")  # nothing is heard of it after the second second
+    capture.write_bytes(packed([*frames_of(LOG), *dead]))
+    assert main(["history", str(capture), folder]) == 0
+    for source in (str(capture), folder):
+        for narrowed in ([], ["--instance", "dead"]):
+            for words, begin, end in (
+                (["--from", "00:00:05", "--to", "00:00:30"], "2026-01-01T00:00:05", "2026-01-01T00:00:30"),
+                (["--from", "00:00:05", "--to", "00:00:05"], "2026-01-01T00:00:05", "2026-01-02T00:00:05"),
+                (["--from", "23:59", "--to", "00:00:03"], "2025-12-31T23:59:00", "2026-01-01T00:00:03"),
+                (["--from", "00:00:05"], "2026-01-01T00:00:05", "2026-01-01T00:00:09.000001"),
+            ):
+                capsys.readouterr()
+                assert main(["changes", source, *words, *narrowed, "--json"]) == 0, (source, words, narrowed)
+                found = json.loads(capsys.readouterr().out)
+                assert found["since"].startswith(begin) and found["until"].startswith(end), (words, narrowed)
+    assert main(["state", str(capture), "--at", "00:00:05", "--instance", "dead"]) == 0  # and not of the day before
+    assert "before offset 2, last frame 2026-01-01T00:00:01" in capsys.readouterr().out
 
 
 def test_a_time_of_day_is_the_last_one_of_the_log(tmp_path: Path):

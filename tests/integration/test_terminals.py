@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbm.catalog_cli import catalog_main
-from kvbm.cli import main, replay_main
+from kvbm.catalog_cli import catalog_main, catalog_parser
+from kvbm.cli import kvbm_parser, main, replay_main
 from kvbm.shells import SHELLS
 from tests.captures import make_capture, packed
 from tests.eventually import WAIT_S
@@ -102,6 +104,100 @@ def test_one_long_step_has_a_bar_too_and_leaves_the_terminal_as_it_was() -> None
     assert "one long step" in bar and bar.count("\x1b[?25l") == bar.count("\x1b[?25h") == 1  # the cursor is back
 
 
+# Every command that may take over two seconds by itself, and the call of a bar that it rests on. What runs until it is
+# stopped (serve, gc --every, bridge, engine, watch) tells by its log, and what prints as it goes has lines.
+SLOW = {
+    "kvbm doctor": "kvbm/doctor/run.py",
+    "kvbm probe": "kvbm/workload/probe.py",
+    "kvbm simulate": "kvbm/workload/simulate.py",
+    "kvbm-catalog usage": "kvbm/catalog_questions.py",
+    "kvbm-catalog gc": "kvbm/assembly/janitor.py",
+    "kvbm-catalog erase": "kvbm/assembly/erasure.py",
+}
+LINES = {"kvbm demo", "kvbm bench"}  # a line for each step
+READS = {
+    "stat",
+    "cat",
+    "verify",
+    "diff",
+    "rebuild",
+    "state",
+    "export",
+    "whatif",
+    "sql",
+    "why",
+    "changes",
+    "tenants",
+    "history",
+    "usage",
+}
+QUICK = {
+    "kvbm": {"settings", "keys", "nats-permissions", "completion"},
+    "kvbm-catalog": {"lookup", "route", "hashes", "who", "instances", "token", "forget", "completion"},
+    "kvbm-replay": {"completion"},
+}
+UNTIL_STOPPED = {"kvbm bridge", "kvbm engine", "kvbm-catalog serve", "kvbm-catalog watch", "kvbm-replay serve"}
+
+
+def test_each_command_that_may_take_long_is_known_and_shows_how_far_it_is() -> None:
+    from kvbm.replay.cli import replay_parser
+
+    for program, parser in (
+        ("kvbm", kvbm_parser()),
+        ("kvbm-catalog", catalog_parser()),
+        ("kvbm-replay", replay_parser("0")),
+    ):
+        (commands,) = [one for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+        for name in set(commands.choices) - QUICK[program] - {"catalog", "replay"}:
+            whole = f"{program} {name}"
+            known = (
+                whole in SLOW
+                or whole in LINES
+                or whole in UNTIL_STOPPED
+                or (program == "kvbm-replay" and name in READS)
+            )
+            assert known, f"{whole}: does it take over 2 s?"
+    for name, path in SLOW.items():
+        text = (Path(__file__).parents[2] / path).read_text()
+        assert re.search(r"\bwith (Watch|Progress)\(", text), f"{name}: {path} has no bar"
+
+
+WAITS = """
+import sys
+import kvbm.progress
+from kvbm.cli import main
+kvbm.progress._PATIENCE_S = 0.0
+sys.stdout.write(str(main(sys.argv[1:])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "bar", "code"),
+    [
+        (("probe", "nats://127.0.0.1:1", "--wait", "1"), "waiting for an answer", "1"),
+        (("doctor", "--quick", "--set", "nats.enabled=false", "--set", "journal.in_memory=true"), "checks", None),
+    ],
+)
+def test_a_command_that_waits_has_a_bar(words: tuple[str, ...], bar: str, code: str | None) -> None:
+    said, shown = on_terminal(WAITS, *words)
+    assert bar in shown and (code is None or said == code)
+    assert bar not in on_terminal(WAITS, *words, "--quiet")[1]
+
+
+LOUD = """
+import logging
+logging.basicConfig(level=logging.INFO, format="[%(levelname)s] %(filename)s %(name)s")  # as a library may
+from kvbm.doctor.sql_library import sql_library
+sql_library()
+logging.getLogger("another").info("it is loud")
+"""
+
+
+def test_the_doctor_shows_no_lines_of_the_database_library() -> None:
+    _, shown = on_terminal(LOUD)
+    assert "another" in shown and "alembic" not in shown and shown.count("[INFO]") == 1
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("program", [main, catalog_main, replay_main], ids=["kvbm", "kvbm-catalog", "kvbm-replay"])
 def test_each_program_prints_a_script_for_each_shell(
@@ -111,8 +207,9 @@ def test_each_program_prints_a_script_for_each_shell(
     script = capsys.readouterr().out
     wanted = {main: "doctor", catalog_main: "serve", replay_main: "whatif"}[program]
     assert wanted in script and ("--json" in script or "-l json" in script)
-    if shell == "bash":
-        subprocess.run(["bash", "-n"], input=script, text=True, timeout=WAIT_S, check=True)
+    if shell == "bash" or shutil.which(shell) is not None:
+        no_run = "--no-execute" if shell == "fish" else "-n"
+        subprocess.run([shell, no_run], input=script, text=True, timeout=WAIT_S, check=True)
 
 
 @pytest.mark.parametrize(

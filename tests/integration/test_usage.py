@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +104,14 @@ def replay_csv(source: Path, capsys: pytest.CaptureFixture[str], *more: str) -> 
     return said.out, said.err
 
 
+def catalog_csv(url: str, *more: str) -> tuple[str, str]:
+    """What `kvbm-catalog usage --csv` prints, a process of its own, to the byte."""
+    words = ["catalog", "usage", "--url", url, "--csv", "--from", SINCE, "--to", UNTIL, *more]
+    ended = subprocess.run([sys.executable, "-m", "kvbm", *words], capture_output=True, timeout=WAIT_S, check=False)
+    assert ended.returncode == 0, ended.stderr.decode()
+    return ended.stdout.decode(), ended.stderr.decode()
+
+
 def settings_of(server: str, within: str, database: str, folder: Path, **more: Any) -> ServiceSettings:
     return ServiceSettings(
         nats_url=server,
@@ -134,9 +144,9 @@ def test_a_catalog_and_its_archive_say_the_same_to_the_byte(
         publish(nats_url, cluster, told)  # once more, as a publisher that goes back does
         first = client.usage(SINCE, UNTIL)
         assert asyncio.run(_async_usage(thread.url)) == first
-        assert client.usage(SINCE, UNTIL, tenants=["acme"]).hours == tuple(
-            hour for hour in first.hours if hour.tenant == "acme"
-        )
+        of_acme = client.usage(SINCE, UNTIL, tenants=["acme"])
+        assert of_acme.hours == tuple(hour for hour in first.hours if hour.tenant == "acme")
+        assert of_acme.gaps == first.gaps  # what was not recorded may be its own
         assert not client.usage("1970-01-01", "1970-01-02").hours
         assert client.usage("0", "2027-12-01") == first  # and not of the month before
         assert not client.usage(SINCE, "2026-09-21T16:00:00Z").gaps  # where that ends, it was not killed yet
@@ -145,11 +155,15 @@ def test_a_catalog_and_its_archive_say_the_same_to_the_byte(
         assert 'kvbm_catalog_usage_saved_tokens_total{tenant="acme"}' in metrics
         saved = sum(hour.saved_tokens for hour in first.hours if hour.tenant == "acme")
         assert f'kvbm_catalog_usage_saved_tokens_total{{tenant="acme"}} {saved}' in metrics.replace(".0\n", "\n")
+        asked, asked_words = catalog_csv(thread.url)
+        asked_of_one = catalog_csv(thread.url, "--tenant", "acme")[0]
     csv, words = replay_csv(tmp_path / "archive", capsys)
-    assert csv == csv_of(first.hours)
+    assert csv == csv_of(first.hours) == asked
+    assert replay_csv(tmp_path / "archive", capsys, "--tenant", "acme")[0] == asked_of_one != asked
     gap = "not recorded: a from 2026-09-21T16:00:00Z until 2026-09-21T17:33:54.567Z"
-    assert gap in words
+    assert gap in words and gap in asked_words
     assert gap in replay_csv(tmp_path / "archive", capsys, "--from", "2026-09-21T16:00:00Z")[1]
+    assert gap in replay_csv(tmp_path / "archive", capsys, "--tenant", "acme")[1]
     assert "not recorded" not in replay_csv(tmp_path / "archive", capsys, "--to", "2026-09-21T16:00:00Z")[1]
     assert csv.count("acme") > 5 and '"a,""b""\n"' in csv
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread, CatalogClient(thread.url, WAIT_S) as client:
@@ -179,6 +193,41 @@ def test_a_hole_in_the_log_is_said_and_not_guessed(tmp_path: Path, capsys: pytes
     assert "not recorded: a from 2026-09-21T15:00:00Z until 2026-09-21T16:00:00Z" in said.err
     assert "2026-09-21T15:00:00Z" not in said.out and "2026-09-21T16:00:00Z" in said.out
     assert "of epoch 1 of a are missing: what they say of usage is lost" in said.err
+
+
+def test_a_tenant_that_has_used_nothing_is_named_and_whether_its_name_is_known(
+    nats_url: str,  # noqa: F811
+    cluster: str,  # noqa: F811
+    sqlite_url: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    told = [("a", life("a", 1, 7, Clock(), 2, stops=True))]
+    nobody = "tenant 'nosuch' has used nothing in these hours, and the {} has nothing of that name; it has '', "
+    settings = settings_of(nats_url, cluster, sqlite_url, tmp_path)
+    with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread, CatalogClient(thread.url, WAIT_S) as client:
+        client.wait_ready(WAIT_S)
+        publish(nats_url, cluster, told)
+        eventually(lambda: client.usage(SINCE, UNTIL) == expected_of(told), "the catalog has no usage")
+
+        def said(*words: str) -> str:
+            capsys.readouterr()
+            assert catalog_main(["usage", "--url", thread.url, "--csv", *words]) == 0
+            shown = capsys.readouterr()
+            assert shown.out.startswith("hour,tenant,")
+            return "\n".join(line for line in shown.err.splitlines() if "tenant '" in line)
+
+        assert nobody.format("catalog") in said(
+            "--from", SINCE, "--to", UNTIL, "--tenant", "nosuch", "--tenant", "acme"
+        )
+        assert "acme' has" not in said("--from", SINCE, "--to", UNTIL, "--tenant", "nosuch", "--tenant", "acme")
+        assert said("--from", "0", "--to", "3600", "--tenant", "acme").endswith(
+            "'acme' has used nothing in these hours"
+        )
+    assert nobody.format("log") in replay_csv(tmp_path / "archive", capsys, "--tenant", "nosuch")[1]
+    assert "tenant '" not in replay_csv(tmp_path / "archive", capsys, "--tenant", "acme")[1]
+    none = replay_csv(tmp_path / "archive", capsys, "--tenant", "acme", "--to", "2026-09-21T01:00:00Z")[1]
+    assert none == "kvbm-replay: tenant 'acme' has used nothing in these hours\n"
 
 
 def test_json_and_words_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +260,15 @@ def test_hours_of_a_log_are_asked_for_by_times_of_day_and_without_any(
     assert hours("--from", "15:00", "--to", "17:00:00") == {"15", "16"}
     assert hours("--from", "18:00+02:00") == {"16", "17"}
     assert hours("--from", "21:40:44", "--to", "15:00") == {"14"}  # from the evening before
-    assert replay_main(["usage", str(log), "--from", "16:00", "--to", "15:00"]) == 2
+    assert hours("--from", "15:00", "--to", "18:00") == {"15", "16", "17"}  # the log ends before, and not the day
+    assert hours("--from", "16:00", "--to", "15:00") == {"16", "17"}  # of the next day
+    assert hours("--from", "2026-09-21T15:00:00Z", "--to", "16:00") == {"15"}
+    dead = life("dead", 1, 8, Clock(), 2, stops=False)
+    with log.open("ab") as file:
+        file.write(b"".join(frame.data for frame in dead))  # an instance that is killed at 16:13
+    assert hours("--instance", "dead", "--from", "14:00", "--to", "16:30") == {"14"}
+    assert hours("--instance", "dead", "--from", "16:30") == set()  # the end is that of the whole log
+    assert replay_main(["usage", str(log), "--from", "16:00", "--to", "2026-09-21T15:00:00Z"]) == 2
     assert "does not lie before --to" in capsys.readouterr().err
     for text in ("25:00", "12", "", "e1+4"):
         with pytest.raises(SystemExit):
@@ -246,6 +303,8 @@ def test_a_catalog_is_asked_for_usage_by_times_of_day_and_without_any(
         monkeypatch.setattr(kvbm.catalog_questions, "time", StoppedTime(clock.ms))
         asked = hours("--from", begin[11:16])  # the last one there was
         assert asked == {hour for hour in hours() if hour >= begin} != set()
+        end = time_text(clock.ms + 3 * HOUR_MS)  # not yet
+        assert hours("--from", begin[11:16], "--to", end[11:16]) == asked
         assert catalog_main(["usage", "--url", thread.url, "--from", "2026-01-02", "--to", "2026-01-01"]) == 2
         assert "does not lie before --to" in capsys.readouterr().err
 

@@ -236,7 +236,7 @@ def raw_watch(url: str, body: bytes = b'{"namespace": "%s"}' % SPACE.id.hex().en
     made.settimeout(WAIT_S)
     made.connect((parts.hostname, parts.port))
     made.sendall(
-        b"POST /v1/watch HTTP/1.1\r\nhost: c\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        b"POST /v1/watch HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
         % len(body)
         + body
     )

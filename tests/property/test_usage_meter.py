@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
+from structlog.testing import capture_logs
 
 from kvbm import _native
 from kvbm.core.backend import LedgerProtocol
@@ -357,3 +358,21 @@ def test_more_tenants_than_an_event_holds_are_told_in_several():
         for entry in entries_of(INSTANCE, Epoch(1), offset, event):
             sums.add(entry)
     assert len(sums.report().hours) == 2500 and not sums.report().gaps
+
+
+def test_an_erasure_that_is_forgotten_for_newer_ones_is_said_once():
+    space = Namespace(model="tiny", block_tokens=1, tenant="acme")
+    account = UsageAccount(UsagePlan(_native.UsageMeter), POOLS, RevisionedNamespaces([space]))
+    account.take([], {}, 1000)
+    account.read_locked(space.id, {Tier.HOST: 1})
+    account.erase_locked(1, lambda tenant: tenant == "acme", 1500)
+    with capture_logs() as logs:
+        for number in range(2, 257):
+            account.erase_locked(number, lambda _: False, 1500)
+    assert not logs
+    with capture_logs() as logs:
+        account.erase_locked(257, lambda _: False, 1500)
+        account.erase_locked(258, lambda _: False, 1500)
+    assert [(one["event"], one["number"], one["log_level"]) for one in logs] == [("erasure.forgotten", 1, "warning")]
+    account.take([], account.take_reads_locked(2000, is_last=True), 2000, is_last=True)
+    assert [row.tenant for event in account.take_events() for row in event.rows] == ["acme"]  # as the line says

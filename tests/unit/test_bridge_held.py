@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD
-from kvbm.bridge.held import HeldLedger, Said
 from kvbm.core.codec import decode_frame
 from kvbm.core.events import EvictReason, InstanceStarted, PoolStated
 from kvbm.core.fold import Residencies
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Reach, Tier
+from kvbm.reference.foreign_ledger import HeldLedger
+from kvbm.streams.foreign.declared import Said
 from tests.examples import examples
 
 SPACES = [Namespace(model="m", block_tokens=4, lora=lora) for lora in ("", "l")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -28,3 +29,8 @@ def test_its_links_lead_to_headings_of_pages() -> None:
         page = ROOT / name
         assert page.is_file(), name
         assert not anchor or anchor in anchors(page), f"{name}#{anchor}"
+
+
+def test_its_newest_version_is_the_one_that_is_built() -> None:
+    newest = re.findall(r"^## (\d+\.\d+\.\d+\S*)$", CHANGELOG, re.MULTILINE)[0]
+    assert newest == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -643,6 +643,8 @@ def test_heartbeats_have_to_be_well_below_liveness(heartbeat_s: float, liveness_
         ({}, UNUSED, "catalog alone"),
         (HOST | NVME, OK, "HBM, HOST, NVME"),
         ({"pools.host.slots": 4}, PROBLEM, "pools.hbm.slots"),
+        ({"pools.object.url": "s3://b/p"}, UNUSED, "OBJECT alone, as for a catalog and a janitor"),
+        ({"pools.object.url": "s3://b/p", "pools.nvme.slots": 4}, PROBLEM, "pools.hbm.slots"),
         (NVME | {"journal.in_memory": True}, WARNING, "journal.in_memory=false"),
         (NVME | {"offload.nvme": "never"}, WARNING, "offload.nvme"),
     ],

@@ -129,6 +129,13 @@ def test_a_cluster_pool_that_the_settings_do_not_name_is_refused():
     assert not any(told.fold.held.values())
 
 
+def test_a_reset_of_sglangs_empties_its_host_pool_too():
+    told = Told(kind=Kind.SGLANG)
+    told.tell(stored_event(PROMPT), stored_event(PROMPT, medium="CPU_PINNED"))
+    told.tell(CLEARED)
+    assert not any(told.fold.held.values())
+
+
 def test_a_reset_empties_the_gpu_alone():
     told = Told()
     told.tell(stored_event(PROMPT), stored_event(PROMPT, medium="CPU"))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import UNKNOWN, Namespace, Tier, split_hashes
+from kvbm.reference.foreign_blocks import ForeignBlocks
 from kvbm.streams.foreign.dynamo import NUMBERS, SCHEME, DynamoEvents, block_numbers, read_message
 from kvbm.streams.foreign.events import EventRefusal, ForeignEventError
 from kvbm.streams.foreign.identity import ForeignSource
@@ -40,7 +41,7 @@ class Told:
 
     def __init__(self, **more: Any) -> None:
         source = ForeignSource(MODEL, counts_copies=False, scheme=SCHEME, **more)
-        self.state = ForeignState(source, DynamoEvents(16), sequence_hashes, can_replay=False)
+        self.state = ForeignState(ForeignBlocks(source, sequence_hashes), DynamoEvents(16), can_replay=False)
         self.fold = Fold()
         self._number = 0
 

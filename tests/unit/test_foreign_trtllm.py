@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvbm.core.extra_keys import Media, extra_key, salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import Tier, split_hashes
+from kvbm.reference.foreign_blocks import ForeignBlocks
 from kvbm.streams.foreign.events import EventRefusal, ForeignEventError
 from kvbm.streams.foreign.identity import ForeignSource
 from kvbm.streams.foreign.state import BeginEpoch, EpochWhy, ForeignState, PublishedMessage
@@ -31,7 +32,7 @@ class Told:
 
     def __init__(self) -> None:
         source = ForeignSource(MODEL, counts_copies=False)
-        self.state = ForeignState(source, TrtllmEvents(BLOCK_TOKENS), sequence_hashes, can_replay=False)
+        self.state = ForeignState(ForeignBlocks(source, sequence_hashes), TrtllmEvents(BLOCK_TOKENS), can_replay=False)
         self.fold = Fold()
 
     def tell(self, *events: dict[str, Any]) -> list[Any]:

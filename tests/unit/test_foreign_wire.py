@@ -55,6 +55,7 @@ def test_arrays_of_older_engines_say_the_same():
     assert only(sglang, Kind.SGLANG) == BlocksStored([-1, 2], -9, list(range(8)), 4, (), "CPU_PINNED")
     assert only(["BlockRemoved", [7]]) == Removed([7], "GPU")
     assert only(["AllBlocksCleared"]) == Cleared()
+    assert only(["AllBlocksCleared"], Kind.SGLANG) == only(CLEARED, Kind.SGLANG) == Cleared(is_all=True)
 
 
 def test_a_batch_may_be_a_map():

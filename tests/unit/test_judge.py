@@ -11,6 +11,7 @@ import pytest
 
 from kvbm.catalog.access.callers import EMBEDDED, Access, Caller
 from kvbm.catalog.access.file import NewToken, add_token
+from kvbm.catalog.access.hosts import Hosts
 from kvbm.catalog.access.judge import allowed, judge
 from kvbm.catalog.access.limits import Limited, Limits
 from kvbm.catalog.edge.fast_path import PATHS, FastPath, ShortQuestion
@@ -63,7 +64,7 @@ class Ways:
         self.limits = Limits(LimitSettings(requests_per_s=1.0, burst=2), clock=lambda: 0.0)
         access = Access(str(file))
         self.gate = Gate(self._app, access, lambda *_: None, lambda app: Limited(app, self.limits))
-        self.short = FastPath(access, self.limits, cast(Any, None), lambda *_: None, defaultdict(int))
+        self.short = FastPath(access, self.limits, cast(Any, None), lambda *_: None, defaultdict(int), Hosts())
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

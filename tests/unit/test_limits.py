@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from kvbm.catalog.access.callers import Access, Caller
 from kvbm.catalog.access.file import NewToken, add_token
+from kvbm.catalog.access.hosts import Hosts
 from kvbm.catalog.access.judge import peer_key
 from kvbm.catalog.access.limits import (
     LARGE_BODY_BYTES,
@@ -228,7 +229,7 @@ def test_who_may_not_ask_takes_no_room_by_saying_that_a_body_comes(tmp_path: Pat
     metrics = add_token(tmp_path / "callers.toml", NewToken("scraper", "metrics"), 1.0)
     limits = Limits(LimitSettings())
     at_once = FastPath(
-        Access(str(tmp_path / "callers.toml")), limits, cast(Any, None), lambda *_: None, defaultdict(int)
+        Access(str(tmp_path / "callers.toml")), limits, cast(Any, None), lambda *_: None, defaultdict(int), Hosts()
     )
 
     def asked(authorization: str | None) -> ShortQuestion:
@@ -424,7 +425,9 @@ class Work:
                 self.do(took_s[caller.name])
                 return b"{}"
 
-        return FastPath(cast(Access, Everybody()), self.limits, cast(Any, Answers()), lambda *_: None, defaultdict(int))
+        return FastPath(
+            cast(Access, Everybody()), self.limits, cast(Any, Answers()), lambda *_: None, defaultdict(int), Hosts()
+        )
 
 
 LOOKUP = msgspec.json.encode({"namespace": "00" * 16, "hashes": ""})

@@ -97,3 +97,7 @@ def test_each_part_that_may_be_degraded_is_told_apart() -> None:
     assert parts.get(at) == {(part,): part in ("NATS", "instances", "tasks") for part in DEGRADED_PARTS}
     degraded.clear("archive stream")
     assert parts.get(at) == {(part,): part in ("instances", "tasks") for part in DEGRADED_PARTS}
+    degraded.clear("catalog-follow")
+    degraded.note("history", "no room")
+    degraded.note("erasures", "NATS is away")  # both are tried again, so no task has ended
+    assert parts.get(at) == {(part,): part in ("instances", "history", "erasures") for part in DEGRADED_PARTS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ import pytest
 
 from kvbm.assembly import NATIVE, NATIVE_FOLD
 from kvbm.catalog.follow.archive import ArchiveFiles
-from kvbm.core.codec import Frame, encode_frame
+from kvbm.core.codec import UNKNOWN_DIGEST, Frame, decode_frame, encode_frame
 from kvbm.core.events import (
     BlocksCreated,
     Event,
@@ -20,15 +21,19 @@ from kvbm.core.events import (
     ResidenciesListed,
     SnapshotEnded,
     StopReason,
+    UsageRecorded,
+    UsageRow,
 )
 from kvbm.core.fold import Residencies
-from kvbm.core.ids import Epoch, InstanceId, Tier, pack_slots
+from kvbm.core.ids import Epoch, InstanceId, Offset, Tier, pack_slots
+from kvbm.erasure.archive import Meant, rewrite_frames
 from kvbm.replay.opening import open_source
+from kvbm.replay.scan import Damage, Piece, scan
 from kvbm.replay.verify import Verified
 from kvbm.streams.base import StreamMessage, events_subject, fence_data, fence_subject, is_fence
 from kvbm.streams.fence_records import HEAD_BYTES, record_bytes
 from tests.captures import NAMESPACE, NAMESPACES, POOLS, Capture, Recorded, chain, make_capture
-from tests.readable import main, states_at, verify
+from tests.readable import diff, main, states_at, verify
 
 
 def verified(path: Path) -> Verified:
@@ -263,3 +268,58 @@ def test_a_fence_of_a_newer_kvbm_is_named_as_that_and_hides_no_frame(tmp_path: P
     assert [finding.kind for finding in report.findings] == ["newer-frame"]
     assert "a fence of version 2; this kvbm reads up to 1: upgrade it" in str(report.findings[0])
     assert report.frames == len(capture.frames())
+
+
+def usage(tenant: str) -> UsageRecorded:
+    return UsageRecorded(since_ms=3_600_000, until_ms=3_600_001, rows=(UsageRow(tenant, saved_tokens=7),))
+
+
+def whole_frames(*parts: Sequence[Event]) -> list[Frame]:
+    """Consecutive frames of an epoch, with true digests."""
+    fold, frames, first = Residencies(), list[Frame](), 0
+    for number, events in enumerate(parts):
+        for event in events:
+            fold.evolve(event)
+        frame = Frame(
+            instance=InstanceId("one"),
+            epoch=Epoch(1),
+            first_offset=Offset(first),
+            wall_time_ns=number,
+            digest=fold.digest,
+            events=tuple(events),
+        )
+        frames.append(frame)
+        first += len(events)
+    return frames
+
+
+def test_usage_that_an_erasure_cuts_out_of_a_frame_says_no_false_digest(tmp_path: Path) -> None:
+    started = InstanceStarted(epoch=Epoch(1), engine="e", version="1", topology=(), namespaces=NAMESPACES, pools=POOLS)
+    theirs, mine = NAMESPACES
+    created = BlocksCreated(namespace=theirs.id, tier=Tier.HBM, hashes=chain(0, 3))
+    erased = BlocksCreated(namespace=mine.id, tier=Tier.HBM, hashes=chain(1, 3))
+    frames = whole_frames([started, created], [usage("other"), erased, usage("other"), usage("acme")])
+    data = b"".join(map(encode_frame, frames))
+    meant = Meant(lambda found: erased in found.events, lambda _: False, lambda tenant: tenant == "acme", 77)
+    paths = [tmp_path / name for name in ("whole.kvbm", "erased.kvbm", "cut.kvbm")]
+    for path in paths:
+        path.write_bytes(data)
+    assert rewrite_frames(paths[1], meant) == 1
+    cut = [decode_frame(one.data)[0] for one in _pieces(paths[1]) if not isinstance(one.found, Damage)]
+    assert [(frame.first_offset, frame.digest) for frame in cut] == [
+        (0, frames[0].digest),
+        (2, UNKNOWN_DIGEST),
+        (4, frames[1].digest),
+    ]
+    assert not verified(paths[1]).findings
+    paths[1].write_bytes(b"".join(map(encode_frame, cut[:2])))  # and before the record, where nothing is suspect yet
+    assert not verified(paths[1]).findings
+    (state,) = states_at(open_source(str(paths[1]))).instances
+    assert (state.digest, state.frame_digest) == (f"{frames[0].digest:016x}", None)
+    paths[2].write_bytes(b"".join(map(encode_frame, whole_frames([started, created], [usage("other")]))))
+    assert not diff(open_source(str(paths[1])), open_source(str(paths[2]))).divergences
+
+
+def _pieces(path: Path) -> list[Piece]:
+    data = path.read_bytes()
+    return list(scan(lambda at, size: data[at : at + size], len(data), NATIVE))

@@ -25,9 +25,9 @@ from kvbm.catalog.follow.row_collector import RowCollector
 from kvbm.catalog.follow.sequencer import Sequencer, SequencerState
 from kvbm.catalog.index.cluster_index import ClusterIndex, is_suspect
 from kvbm.catalog.sql.rows import ForgottenRow, InstanceRow, InstanceStatus, StoreBatch
-from kvbm.core.codec import VERSION, Frame, decode_frame, encode_frame
+from kvbm.core.codec import UNKNOWN_DIGEST, VERSION, Frame, decode_frame, encode_frame
 from kvbm.core.errors import CatalogError
-from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated
+from kvbm.core.events import BlocksCreated, EvictReason, MigrateCause, PoolStated, UsageRecorded
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
 from kvbm.reference.ledger import Ledger
 from kvbm.streams.base import START, Fence, Heartbeat, Mark, Position, StreamMessage, fence_data, mark_of
@@ -465,6 +465,20 @@ def test_a_digest_that_differs_makes_the_instance_suspect_until_a_snapshot(twin:
     assert reader.sequencer.counters.digest_mismatches == 1
     reader.read(instance.snapshot())
     assert not reader.is_suspect()
+
+
+@each_twin
+def test_usage_whose_digest_nobody_knows_makes_nothing_suspect_and_leaves_the_one_before(twin: Twin) -> None:
+    instance, f = five_frames()
+    reader = Reader(twin.sequencer())
+    end, digest = f[4].next_offset, f[4].digest
+    usage = UsageRecorded(since_ms=0, until_ms=1, rows=())
+    reader.read(*f, msgspec.structs.replace(f[4], first_offset=end, digest=UNKNOWN_DIGEST, events=(usage,)))
+    assert reader.sequencer.counters.digest_mismatches == 0 and not reader.is_suspect()
+    batch = reader.take_batch()
+    assert batch is not None
+    assert [(row.next_offset, row.digest) for row in batch.epochs] == [(end + 1, digest)]
+    assert instance.ledger.applied == end
 
 
 @each_twin
@@ -1200,6 +1214,19 @@ def test_a_later_message_of_a_forgotten_instance_makes_it_known_again(twin: Twin
     assert view is not None and view.pools == POOLS  # what its start had declared
     reader.read(instance.snapshot())
     assert reader.in_step(instance) and not reader.is_suspect() and reader.depth(1, 2, 3, 4) == 4
+
+
+@each_twin
+def test_a_gap_of_a_forgotten_instance_is_open_no_more(twin: Twin) -> None:
+    instance, f = five_frames()
+    reader = Reader(twin.sequencer())
+    reader.read(*f[:4])
+    reader.sequencer.on_heartbeat(0.0, instance.heartbeat())
+    reader.read(now_s=2.0, at_end=True)
+    counters = reader.sequencer.counters
+    assert (counters.gaps, counters.gaps_repaired) == (1, 0) and reader.is_suspect()
+    reader.sequencer.forget(mark_at(5))
+    assert (counters.gaps, counters.gaps_repaired) == (1, 1)
 
 
 @each_twin

@@ -158,6 +158,26 @@ def test_all_are_looked_at_in_turn(monkeypatch: Any) -> None:
         assert [told for look in looks for told in look] == [ToldBlocks(run, gone, gone + 1, Tier.HOST, False)]
 
 
+def test_after_a_clearing_all_is_told_again_in_turn_and_what_is_gone_is_told_as_such(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tier_events, "_A_STEP", 4)
+    tiers, run = Tiers(), GroupRun.of(request(10), GROUP, 0, 10)
+    events = TierEvents(tiers.holders)
+    tiers.put(Tier.HOST, *range(6))
+    tiers.put(Tier.NVME, *range(6, 10))
+    events.learn(ours(*range(10)), run)
+    events.take()
+    del tiers[ours(5)]
+    events.tell_anew()
+    assert events.take() == [ToldBlocks(run, 0, 4, Tier.HOST, True)]
+    assert events.take() == [
+        ToldBlocks(run, 4, 5, Tier.HOST, True),
+        ToldBlocks(run, 6, 8, Tier.NVME, True),
+        ToldBlocks(run, 5, 6, Tier.HOST, False),
+    ]
+    assert events.take() == [ToldBlocks(run, 8, 10, Tier.NVME, True)]
+    assert [events.take() for _ in range(5)] == [[]] * 5
+
+
 def test_blocks_of_two_tenants_under_one_hash_are_told_once_and_gone_with_the_last() -> None:
     tiers, first, second = Tiers(), GroupRun.of(request(2), GROUP, 0, 2), GroupRun.of(request(2), GROUP, 0, 2)
     events = TierEvents(tiers.holders)

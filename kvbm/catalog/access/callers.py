@@ -54,12 +54,14 @@ class AccessOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         file: of callers, see `access.file`; "" for none.
         open: without a file, whoever reaches the port is an operator, wherever it listens.
+        hosts: without a file, on the loopback: names beside localhost that requests may call it by.
         tls_cert, tls_key: the server's certificate and key (PEM); "" for plain HTTP. tls_client_ca: who signs clients'
             certificates.
     """
 
     file: str = ""
     open: bool = False
+    hosts: tuple[str, ...] = ()
     tls_cert: str = ""
     tls_key: str = ""
     tls_client_ca: str = ""

@@ -296,6 +296,23 @@ class Limits:
         return LimitError(429, over.why, message, remedy, over.wait_s)
 
 
+class FeedPlace:
+    """A place in a room that is held until it is closed.
+
+    Args:
+        give_back: called once.
+    """
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+
+    def close(self) -> None:
+        """Give the place back. Idempotent."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
 class LoopWork:
     """What each caller takes of the loop's time, which all share. While others ask, one may have a part of it.
 

@@ -130,6 +130,13 @@ def lookup_together(
     queries: Queries, prompt: PromptBlocks, caller: Caller, limit: int, only: Sequence[InstanceId] | None
 ) -> LookupAnswer:
     """Who has how much of a prompt, in blocks of the namespace that was asked for."""
+    return queries.misses.lookup(held_together(queries, prompt, caller, limit, only), caller, prompt.namespace)
+
+
+def held_together(
+    queries: Queries, prompt: PromptBlocks, caller: Caller, limit: int, only: Sequence[InstanceId] | None
+) -> LookupAnswer:
+    """As `lookup_together`, without a reason where nothing is found."""
     base = queries.holdings(prompt.namespace, prompt.hashes, caller, limit, only)
     found = together(queries, prompt, caller, only)
     size = prompt.groups[_main(prompt)].group.block_tokens
@@ -146,14 +153,13 @@ def lookup_together(
     ]
     pools = [PoolHolding(pool=name, depth=tokens // size) for name, tokens in found.pools.items() if tokens]
     depths = [*(tokens // size for tokens in found.instances.values()), *(pool.depth for pool in pools)]
-    answer = msgspec.structs.replace(
+    return msgspec.structs.replace(
         base,
         deepest=max(depths, default=0),
         instances=instances,
         pools=sorted(pools, key=lambda pool: (-pool.depth, pool.pool)),
         more=max(0, len(ranked) - limit) + found.more,
     )
-    return queries.misses.lookup(answer, caller, prompt.namespace)
 
 
 def rank_together(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ from kvbm.core.answers import (
     NearNamespace,
     PresenceAnswer,
 )
-from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId
+from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId, SequenceHash
 from kvbm.core.missed import differences, missed, number_of
 from kvbm.safe_log import RateLimitedLog
 
@@ -68,16 +68,18 @@ class Misses:
         limit: int,
         caller: Caller,
         asked: NamespaceId,
+        are_left_out: bool = True,
     ) -> bytes:
         """The answers to lookups in the binary form, with the reason's number where nothing was found.
 
         Args:
             key: the namespace to look in, see `Visibility.key`.
             prompts: packed hashes of each.
+            are_left_out: whether there may be instances that are left out of answers.
         """
         if b"" in prompts:  # of which the reason is another
             return b"".join(self._lookups(index, key, [one], limit, caller, asked) for one in prompts)
-        return self._lookups(index, key, prompts, limit, caller, asked)
+        return self._lookups(index, key, prompts, limit, caller, asked, are_left_out)
 
     def _lookups(
         self,
@@ -87,9 +89,31 @@ class Misses:
         limit: int,
         caller: Caller,
         asked: NamespaceId,
+        are_left_out: bool = True,
     ) -> bytes:
         """Those of prompts that either all have blocks or are one."""
-        why, before = self.why(caller, asked, len(prompts[0]) if prompts else 1), index.prompts_missed()
+        why = self.why(caller, asked, len(prompts[0]) if prompts else 1)
+        if why != "not_held" or not are_left_out:
+            return self._lookups_alike(index, key, prompts, limit, caller, asked, why)
+        answers = []
+        of_whom = groupby(prompts, lambda one: bool(index.excluded_holders(key, SequenceHash(one[:HASH_BYTES]))))
+        for is_excluded, some in of_whom:
+            why_these: MissedWhy = "excluded" if is_excluded else "not_held"
+            answers.append(self._lookups_alike(index, key, list(some), limit, caller, asked, why_these))
+        return b"".join(answers)
+
+    def _lookups_alike(
+        self,
+        index: ClusterIndex,
+        key: NamespaceId,
+        prompts: Sequence[bytes],
+        limit: int,
+        caller: Caller,
+        asked: NamespaceId,
+        why: MissedWhy,
+    ) -> bytes:
+        """Those of prompts of which nothing would be found for the same reason."""
+        before = index.prompts_missed()
         answers = index.encode_prefixes(key, prompts, limit, number_of(why))
         if times := index.prompts_missed() - before:
             self.explained("lookup", caller, asked, why, times)

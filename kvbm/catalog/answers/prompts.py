@@ -8,7 +8,14 @@ from typing import TypeVar
 import msgspec
 
 from kvbm.catalog.access.long_requests import decode_request
-from kvbm.core.answers import MAX_HASHES, ErrorAnswer, ErrorDetail, LookupRequest, RouteRequest
+from kvbm.core.answers import (
+    MAX_HASHES,
+    ErrorAnswer,
+    ErrorDetail,
+    HistoryRouteRequest,
+    LookupRequest,
+    RouteRequest,
+)
 from kvbm.core.backend import ReadNumberList
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import HASH_BYTES, Namespace, NamespaceId
@@ -55,7 +62,7 @@ def without_prompt(asked: R) -> R:
     tokens there were.
     """
     bare = msgspec.structs.replace(asked, hashes=None, tokens=None, salt="", lora="", lora_path="", media=[])
-    if isinstance(bare, RouteRequest) and asked.tokens is not None:
+    if isinstance(bare, RouteRequest | HistoryRouteRequest) and asked.tokens is not None:
         return msgspec.structs.replace(bare, input_tokens=len(asked.tokens))
     return bare
 

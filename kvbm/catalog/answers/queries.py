@@ -199,7 +199,8 @@ class Queries:
         if not self._backlog.behind:
             key = self.visibility.key(caller, asked.namespace)
             prompts = [hashes for hashes, _ in asked.prompts]
-            return self.misses.lookups(self._index, key, prompts, asked.limit, caller, asked.namespace)
+            are_left_out = self._liveness.leaves_out
+            return self.misses.lookups(self._index, key, prompts, asked.limit, caller, asked.namespace, are_left_out)
         return b"".join(
             encode_lookup(self.lookup(asked.namespace, hashes, caller, asked.limit)) for hashes, _ in asked.prompts
         )

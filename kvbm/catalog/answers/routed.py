@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvbm.catalog.access.callers import EMBEDDED, Caller
-from kvbm.catalog.answers.groups_together import RouteAsk, rank_together
+from kvbm.catalog.answers.groups_together import RouteAsk, held_together, rank_together
 from kvbm.catalog.answers.prompts import ApiError, id_of
 from kvbm.catalog.answers.queries import Queries
 from kvbm.catalog.answers.token_prompts import PromptBlocks
 from kvbm.catalog.routing.router import CandidateNumbers, Ranking, RoutingTask
-from kvbm.core.answers import LIMIT, MOST_LOAD_S, CandidateLoad, MissedAnswer, RouteAnswer
+from kvbm.core.answers import LIMIT, MOST_LOAD_S, CandidateLoad, MissedAnswer, MissedWhy, RouteAnswer
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
 
 _NOBODY: Mapping[str, str] = {}
@@ -85,10 +85,39 @@ def routed(
     missed = None
     if not any(one.depth for one in ranking.best) or not queries.misses.knows(caller, namespace):  # it may hold it soon
         full_blocks = 0 if fields is None else task.input_tokens // task.block_tokens
-        blocks = len(task.hashes) // HASH_BYTES
-        why = queries.misses.why(caller, namespace, blocks, full_blocks)
-        missed = queries.misses.explained("route", caller, namespace, why)
+        groups = prompt if prompt is not None and prompt.groups else None
+        why = _why_none(queries, task, namespace, caller, only, groups, full_blocks, bool(left_out))
+        missed = None if why is None else queries.misses.explained("route", caller, namespace, why)
     return answer_of(ranking, task, queries.view_age_s(), not remember and caller.sees_all, left_out, missed)
+
+
+def _why_none(
+    queries: Queries,
+    task: RoutingTask,
+    namespace: Namespace | NamespaceId,
+    caller: Caller,
+    only: Sequence[InstanceId] | None,
+    groups: PromptBlocks | None,
+    full_blocks: int,
+    is_left_out: bool,
+) -> MissedWhy | None:
+    """Why those that are ranked have nothing of a prompt, as a lookup of it says; None where it finds something: a pool
+    that is slower than computing, or an instance that is not among them.
+
+    Args:
+        groups: as in `routed`, where there are several.
+        full_blocks: of the prompt; 0: it is not known.
+        is_left_out: instances that have its first block are named as left out.
+    """
+    if is_left_out:  # also where one is about to stop, whose blocks a lookup finds
+        return queries.misses.why(caller, namespace, len(task.hashes) // HASH_BYTES, full_blocks, is_excluded=True)
+    if groups is not None:
+        found = held_together(queries, groups, caller, 1, only)
+    else:
+        found = queries.holdings(namespace, task.hashes, caller, 1, only)
+    if found.deepest or found.instances or found.pools:
+        return None
+    return queries.misses.why(caller, namespace, len(task.hashes) // HASH_BYTES, full_blocks, bool(found.excluded))
 
 
 def answer_of(

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from kvbm.catalog.access.callers import Caller
-from kvbm.catalog.access.limits import LimitError, Room
+from kvbm.catalog.access.limits import FeedPlace, LimitError, Room
 from kvbm.catalog.answers.queries import Queries
 from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.sequencer import Sequencer
@@ -444,7 +444,7 @@ class Watches:
         return Feed(self, self._cluster.log, watch, caller_now, lambda: self._room.give(key, 1))
 
 
-class Feed:
+class Feed(FeedPlace):
     """One watch as server-sent events."""
 
     def __init__(
@@ -455,14 +455,8 @@ class Feed:
         caller_now: Callable[[], Caller | None],
         give_back: Callable[[], None],
     ) -> None:
+        super().__init__(give_back)
         self._watches, self._log, self._watch, self._caller_now = watches, log, watch, caller_now
-        self._give_back: Callable[[], None] | None = give_back
-
-    def close(self) -> None:
-        """Give its place back. Idempotent."""
-        if self._give_back is not None:
-            self._give_back()
-            self._give_back = None
 
     async def events(self) -> AsyncIterator[bytes]:
         """What goes out, piece by piece, until the service closes or the caller may watch no more."""

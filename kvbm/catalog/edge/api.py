@@ -25,6 +25,7 @@ except ImportError:
     raise MissingExtraError("the catalog's web library (starlette)", "catalog") from None
 
 from kvbm.catalog.access.callers import Access, Caller
+from kvbm.catalog.access.hosts import Hosts
 from kvbm.catalog.access.judge import PASSED, allowed
 from kvbm.catalog.access.limits import BODY_WAIT_S, LARGE_BODY_BYTES, MAX_BODY_BYTES, Limited, Limits, MeteredExchange
 from kvbm.catalog.answers.prompts import HEX_DIGITS, ApiError, bad_hash, without_prompt
@@ -32,7 +33,7 @@ from kvbm.catalog.answers.token_prompts import PromptBlocks
 from kvbm.catalog.edge.checkpoint_response import CheckpointResponse
 from kvbm.catalog.edge.fast_path import BINARY_TYPE, FastPath
 from kvbm.catalog.edge.feed_response import FeedResponse
-from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, CountedAnswers, Gate, content_type
+from kvbm.catalog.edge.gate import CALLER, CALLER_NOW, FORBIDDEN, UNKNOWN, CountedAnswers, Gate, KnownHost, content_type
 from kvbm.catalog.edge.history import HistoryHandlers
 from kvbm.catalog.edge.instance_detail import instance_detail
 from kvbm.catalog.edge.metrics import ROWS
@@ -54,6 +55,8 @@ from kvbm.core.answers import (
     ErrorDetail,
     FindRequest,
     ForgottenAnswer,
+    HistoryPromptRequest,
+    HistoryRouteRequest,
     LookupRequest,
     PresenceRequest,
     ReadyAnswer,
@@ -89,6 +92,7 @@ def create_surface(
     access: Access | None = None,
     troubles: Callable[[], str] = str,
     refusals: Counter[str] | None = None,
+    hosts: Hosts | None = None,
 ) -> Surface:
     """The HTTP side of a running service.
 
@@ -96,7 +100,9 @@ def create_surface(
         access: tells who asks; None takes everybody for the embedded operator.
         troubles: more that does not work, for readiness; "" for nothing.
         refusals: what was refused, by kind, for metrics; counted here too.
+        hosts: that requests may name; None: every one.
     """
+    hosts = hosts or Hosts()
     limits = Limits(service.settings.limits, refusals=refusals)
     access = access or Access()
     metrics = CatalogMetrics(ROWS, service, limits.refusals, version)
@@ -107,12 +113,13 @@ def create_surface(
         middleware=[
             Middleware(ToPage),
             Middleware(CountedAnswers, answers=metrics.answers),
+            Middleware(KnownHost, hosts=hosts, limited_log=limits.limited_log),
             Middleware(Gate, access=access, count=api.count_request, within=lambda judged: Limited(judged, limits)),
         ],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
     )
     app.router.redirect_slashes = False  # a redirect would name the host that the caller has written, and http
-    return Surface(app, FastPath(access, limits, answers, api.count_request, metrics.answers), limits)
+    return Surface(app, FastPath(access, limits, answers, api.count_request, metrics.answers, hosts), limits)
 
 
 class _Api(HistoryHandlers):
@@ -287,12 +294,19 @@ class _Api(HistoryHandlers):
         self._judge_again(request)
         return await self.history_of(request, body)
 
+    async def history_prompt(self, request: Request) -> Response:
+        return self.prompt_of(*await self._prompt(request, HistoryPromptRequest))
+
+    async def history_route(self, request: Request) -> Response:
+        asked, prompt = await self._prompt(request, HistoryRouteRequest)
+        return _json(await self.route_of(asked, prompt, self._service.settings.routing))
+
     async def usage(self, request: Request) -> Response:
         caller, asked = _caller(request), request.query_params
         wanted = usage_wanted(caller, asked)
         try:
             page = await self._service.store.usage(wanted)
-            has_gaps = caller.sees_all and wanted.tenants is None and "next" not in asked
+            has_gaps = caller.sees_all and "next" not in asked
             gaps = await self._service.store.usage_gaps(wanted) if has_gaps else []
         except CatalogError as error:
             raise ApiError(503, "no_usage", str(error), "ask again when the database is back") from None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvbm.catalog.access.callers import Access, Caller
+from kvbm.catalog.access.hosts import Hosts
 from kvbm.catalog.access.judge import PASSED, Judged, allowed, judge, key_of
 from kvbm.catalog.access.limits import (
     LARGE_BODY_BYTES,
@@ -79,6 +80,9 @@ class FastPath:
     Args:
         count: told each request's caller, and that it "passed".
         statuses: counts answers by their status.
+
+    Attributes:
+        hosts: that requests over TCP may name.
     """
 
     def __init__(
@@ -88,7 +92,9 @@ class FastPath:
         answers: PromptAnswers,
         count: Callable[[str, str], None],
         statuses: MutableMapping[int, int],
+        hosts: Hosts,
     ) -> None:
+        self.hosts = hosts
         self._access, self._limits, self._answers, self._count = access, limits, answers, count
         self._statuses = statuses
 

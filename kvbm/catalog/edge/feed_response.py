@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -36,18 +36,10 @@ class FeedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(_gone(receive))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await send_until_gone(self._send(send), receive)
         finally:
             self._feed.close()
-            for task in (sending, leaving):
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await leaving
-        with contextlib.suppress(asyncio.CancelledError):
-            await sending
 
     async def _send(self, send: Send) -> None:
         headers = [(name, value) for name, value in self.raw_headers if name != b"content-length"]
@@ -55,6 +47,20 @@ class FeedResponse(Response):
         async for part in self._feed.events():
             await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def send_until_gone(answer: Coroutine[Any, Any, None], receive: Receive) -> None:
+    """Send an answer to its end, or until the client goes: it is cancelled then. Raises what the answer raises."""
+    sending, leaving = asyncio.create_task(answer), asyncio.create_task(_gone(receive))
+    try:
+        await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (sending, leaving):
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await leaving
+    with contextlib.suppress(asyncio.CancelledError):
+        await sending
 
 
 async def _gone(receive: Receive) -> None:

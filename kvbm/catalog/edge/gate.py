@@ -1,4 +1,6 @@
-"""Before any handler: who asks, and the refusals 401 and 403 where `access.judge` says so."""
+"""Before any handler: who asks, and the refusals 401 and 403 where `access.judge` says so, and 421 where
+`access.hosts` does.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ from typing import Any
 import msgspec
 
 from kvbm.catalog.access.callers import Access, Caller
-from kvbm.catalog.access.judge import PASSED
+from kvbm.catalog.access.hosts import Hosts
+from kvbm.catalog.access.judge import PASSED, UNIX_HOST
 from kvbm.catalog.access.limits import JUDGED
 from kvbm.core.answers import ErrorAnswer, ErrorDetail
+from kvbm.safe_log import RateLimitedLog
 
 CALLER = "kvbm.caller"
 CALLER_NOW = "kvbm.caller_now"  # who asks as of now: a request may last longer than its token
@@ -36,6 +40,37 @@ FORBIDDEN = ErrorAnswer(
         code="not_allowed", message="the caller's role may not ask this", what_to_do="ask with the token of an operator"
     )
 )
+
+
+def _other_host(host: str) -> ErrorAnswer:
+    return ErrorAnswer(
+        error=ErrorDetail(
+            code="other_host",
+            message=f"this catalog asks nobody who they are, and is not called {host[:80]!r}",
+            what_to_do="ask it as localhost or by its address, or add the name to catalog.hosts",
+        )
+    )
+
+
+class KnownHost:
+    """An ASGI application before another: answers 421 to a request over TCP that names a host which is not ours."""
+
+    def __init__(self, app: App, hosts: Hosts, limited_log: RateLimitedLog) -> None:
+        self._app, self._hosts, self._limited_log = app, hosts, limited_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] == "http" and _is_tcp(scope):
+            host = self._hosts.refused(scope["headers"])
+            if host is not None:
+                self._limited_log.warn("catalog.request_refused", why="other_host", host=host[:80])
+                await _answer(send, 421, _other_host(host), [])
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_tcp(scope: Scope) -> bool:
+    return (scope.get("client") or ("",))[0] != UNIX_HOST and NATS_CALLER not in scope.get("state", {})
 
 
 class CountedAnswers:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 from typing import Any
 
@@ -13,9 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvbm.catalog.answers.prompts import ApiError
+from kvbm.catalog.answers.prompts import ApiError, id_of
+from kvbm.catalog.answers.token_prompts import PromptBlocks
+from kvbm.catalog.edge.feed_response import send_until_gone
 from kvbm.catalog.history.past import PastAnswers, whole
-from kvbm.core.history_answers import MOST_STEPS, HistoryQuestion
+from kvbm.catalog.routing.past_costs import routed_then
+from kvbm.config.settings import RoutingSettings
+from kvbm.core.answers import HistoryPromptRequest, HistoryRouteRequest
+from kvbm.core.history_answers import MOST_LISTED, MOST_STEPS, HistoryPrompt, HistoryQuestion, HistoryRoute
 from kvbm.safe_log import SafeLog
 
 log = SafeLog()
@@ -62,6 +65,32 @@ class HistoryHandlers:
     async def history_instance(self, request: Request) -> Response:
         return self._answer("instance", _query(request, ("at",)) | {"name": request.path_params["instance"]})
 
+    async def history_pools(self, request: Request) -> Response:
+        return self._answer("pools", _query(request, ("at",)))
+
+    def prompt_of(self, asked: HistoryPromptRequest, prompt: PromptBlocks) -> Response:
+        """Who held how much of a prompt, which was read."""
+        return HistoryResponse(self._kept(), "prompt", _of_prompt(asked, prompt, asked.limit))
+
+    async def route_of(
+        self, asked: HistoryRouteRequest, prompt: PromptBlocks, routing: RoutingSettings
+    ) -> HistoryRoute:
+        """What serving it would have cost. Raises ApiError."""
+        async with self._kept().ask("prompt", _of_prompt(asked, prompt, MOST_LISTED)) as reply:
+            answer = msgspec.json.decode(await whole(reply.body), type=HistoryPrompt)
+        input_tokens = asked.input_tokens
+        if input_tokens is None:
+            raise ApiError(422, "input_tokens_missing", "input_tokens is not given", "give the whole prompt's length")
+        full_tokens = answer.blocks * (answer.block_tokens or 1)
+        if full_tokens > input_tokens:
+            raise ApiError(
+                422,
+                "too_many_hashes",
+                f"{answer.blocks} full blocks have {full_tokens} tokens, and the prompt {input_tokens}",
+                "give the whole prompt's length as input_tokens, and hashes of full blocks only",
+            )
+        return routed_then(answer, input_tokens, routing, asked.latency, asked.limit)
+
     async def history_of(self, request: Request, body: bytes | bytearray) -> Response:
         """A question in SQL, whose body was read."""
         past = self._kept()
@@ -97,6 +126,14 @@ class HistoryHandlers:
         return self._past
 
 
+def _of_prompt(asked: HistoryPromptRequest, prompt: PromptBlocks, limit: int) -> dict[str, Any]:
+    """What the history is asked. Raises ApiError: it is asked what is of now alone."""
+    if asked.at_least or asked.instances is not None:
+        raise ApiError(422, "of_now_alone", "at_least and instances are of now alone", "leave them out")
+    namespace = id_of(prompt.namespace).hex()
+    return {"namespace": namespace, "hashes": prompt.hashes.hex(), "at": asked.at, "limit": limit}
+
+
 class HistoryResponse(Response):
     """Sends an answer piece by piece; its question is cancelled as soon as the client goes."""
 
@@ -106,18 +143,7 @@ class HistoryResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI. Raises ApiError, before anything is sent."""
-        sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(_gone(receive))
-        try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            leaving.cancel()
-            if not sending.done():
-                sending.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await leaving
-        with contextlib.suppress(asyncio.CancelledError):
-            await sending
+        await send_until_gone(self._send(send), receive)
 
     async def _send(self, send: Send) -> None:
         has_begun = False
@@ -147,11 +173,6 @@ def _start(headers: dict[str, str]) -> dict[str, Any]:
         "status": 200,
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _query(request: Request, names: tuple[str, ...]) -> dict[str, Any]:

@@ -220,6 +220,8 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if length < 0 or kind is None or not self.parser.should_keep_alive():
             return False
         host = self.client[0] if self.client else ""
+        if host != UNIX_HOST and self._at_once.hosts.refused(self.headers) is not None:
+            return False
         proof = authorization(self.headers), self._certificate
         question = ShortQuestion(self.url, kind == BINARY_TYPE, host, *proof, trace)
         held = self._at_once.hold(question, length)

@@ -33,7 +33,7 @@ ANOMALIES = (
     "unnamed-claim",
     "refused-at-capacity",
 )
-DEGRADED_PARTS = ("NATS", "SQL", "archive", "checkpoints", "instances", "tasks")
+DEGRADED_PARTS = ("NATS", "SQL", "archive", "checkpoints", "history", "erasures", "instances", "tasks")
 MISSED_QUESTIONS = ("lookup", "route", "presence", "find", "block", "watch")
 
 
@@ -217,13 +217,14 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
     MetricRow(
         "gaps_repaired",
         COUNTER,
-        "Gaps after which a snapshot or a new epoch has made the instance whole again.",
+        "Gaps after which a snapshot or a new epoch has made the instance whole again, or that were forgotten with it.",
         lambda at: at.sequencer.counters.gaps_repaired,
     ),
     MetricRow(
         "digest_repaired",
         COUNTER,
-        "Divergences after which a snapshot or a new epoch has made the instance whole again.",
+        "Divergences after which a snapshot or a new epoch has made the instance whole again, or which were forgotten "
+        "with it.",
         lambda at: at.sequencer.counters.digest_repaired,
     ),
     MetricRow(
@@ -365,8 +366,8 @@ ROWS: tuple[MetricRow[CatalogService], ...] = (
     MetricRow(
         "degraded_parts",
         GAUGE,
-        "1 for a part that does not take what it should: NATS, SQL, archive, checkpoints; instances, for one whose "
-        "heartbeats are ignored; tasks, for one that has ended.",
+        "1 for a part that does not take what it should: NATS, SQL, archive, checkpoints, history, erasures; "
+        "instances, for one whose heartbeats are ignored; tasks, for one that has ended and does not begin again.",
         _degraded_parts,
         ("part",),
     ),

@@ -9,7 +9,6 @@ the change, everybody else gets the whole, so that a slow reader costs no memory
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -19,23 +18,21 @@ from typing import NamedTuple
 import msgspec
 
 from kvbm.catalog.access.callers import Caller
-from kvbm.catalog.access.limits import LimitError, Room
+from kvbm.catalog.access.limits import FeedPlace, LimitError, Room
 from kvbm.catalog.edge.overview_rows import ROW_TIERS, OverviewRow, columns_of, row_of, without_numbers
-from kvbm.catalog.follow.sampled_hits import SampledCount
-from kvbm.catalog.put_bytes import put_by_namespace
+from kvbm.catalog.edge.overview_tenants import NO_TENANTS, TenantsFound, TenantsLook
+from kvbm.catalog.edge.overview_tenants import columns_of as tenant_columns
 from kvbm.catalog.service import CatalogService
 from kvbm.core.ages import AGE_BOUNDS_S, FOLLOWED, TierAges
 from kvbm.core.errors import CatalogError
-from kvbm.core.ids import InstanceId, NamespaceId, Tier
+from kvbm.core.ids import InstanceId, Tier
 from kvbm.core.overview import (
     MOST_POOLS,
-    MOST_TENANTS,
     AgesTold,
     CatalogState,
     OverviewAnswer,
     PoolTotals,
     SampledTold,
-    TenantColumns,
     TierTotals,
 )
 from kvbm.safe_log import SafeLog
@@ -45,7 +42,6 @@ log = SafeLog()
 EVERY_S = 1.0
 TENANTS_EVERY_S = 10.0
 KEEPALIVE_S = 5.0
-_QUOTAS_S = 0.25  # that a look waits for the database; what comes later is for the next one
 _STEP_S = 0.002  # of the loop's time, before others are answered
 _LOOP_SHARE = 0.05  # of it, that looking may take
 _BYTES_PER_S = 16 << 20  # to all feeds together
@@ -89,7 +85,7 @@ class _Shared(NamedTuple):
     at_s: float
     pool_sizes: Mapping[str, int]
     rows: Mapping[InstanceId, OverviewRow]
-    tenants: _TenantsFound
+    tenants: TenantsFound
     tenants_serial: int
 
 
@@ -102,7 +98,7 @@ class _View:
         self.rows: dict[InstanceId, OverviewRow] = {}
         self.tick: OverviewTick | None = None
         self.looked_s = self.tenants_serial = -1.0
-        self.told_tenants = _columns(_NO_TENANTS, tenants)
+        self.told_tenants = tenant_columns(NO_TENANTS, tenants)
 
 
 class Overview:
@@ -122,9 +118,8 @@ class Overview:
         self._shared: _Shared | None = None
         self._views: dict[Tenants, _View] = {}
         self._task: asyncio.Task[None] | None = None
-        self._tenants, self._tenants_s, self._tenants_serial = _NO_TENANTS, float("-inf"), 0
-        self._quotas: dict[str, int] = {}
-        self._quotas_asked: asyncio.Task[None] | None = None
+        self._tenants, self._tenants_s, self._tenants_serial = NO_TENANTS, float("-inf"), 0
+        self._tenants_look = TenantsLook(service)
         self._newest = 0  # version of all views there were
         self._worked_s = 0.0
 
@@ -229,7 +224,7 @@ class Overview:
         service, now_s, now_ns = self._service, time.monotonic(), time.time_ns()
         are_tenants_due = now_s - self._tenants_s >= TENANTS_EVERY_S
         if are_tenants_due:
-            await self._ask_quotas()
+            await self._tenants_look.prepare()
         took = _Steps()
         names = sorted({*service.heartbeats.liveness.instances(), *service.index.instances()})
         rows: dict[InstanceId, OverviewRow] = {}
@@ -239,7 +234,8 @@ class Overview:
             await took.pause()
         if are_tenants_due:
             self._tenants_s = now_s
-            self._tenants, self._tenants_serial = await self._find_tenants(took), self._tenants_serial + 1
+            self._tenants = await self._tenants_look.find(took.pause)
+            self._tenants_serial += 1
         self._worked_s += took.total_s()
         return _Shared(now_ns // 1_000_000, now_s, pool_sizes, rows, self._tenants, self._tenants_serial)
 
@@ -265,7 +261,7 @@ class Overview:
         self._newest = max(self._newest, version)
         head = self._head(view.tenants is None, shared, sums)
         is_newer = view.tenants_serial != shared.tenants_serial
-        tenants = _columns(shared.tenants, view.tenants) if is_newer else view.told_tenants
+        tenants = tenant_columns(shared.tenants, view.tenants) if is_newer else view.told_tenants
         change = _encoded(
             msgspec.structs.replace(
                 head,
@@ -346,76 +342,15 @@ class Overview:
             found.setdefault(question, {})[why] = count
         return found
 
-    # -- tenants ------------------------------------------------------------------------------------------------------
 
-    async def _ask_quotas(self) -> None:
-        """Ask the database for quotas; while it is slow or away, they are as it has told last."""
-        if self._quotas_asked is None or self._quotas_asked.done():
-            self._quotas_asked = asyncio.create_task(self._read_quotas(), name="catalog-quotas")
-        await asyncio.wait([self._quotas_asked], timeout=_QUOTAS_S)
-
-    async def _read_quotas(self) -> None:
-        with contextlib.suppress(CatalogError):
-            self._quotas = await self._service.store.tenant_quotas()
-
-    async def _find_tenants(self, took: _Steps) -> _TenantsFound:
-        service = self._service
-        found: dict[str, _Tenant] = {name: _Tenant() for name in self._quotas}
-        of: dict[NamespaceId, _Tenant] = {}
-        for key, fields in list(service.sequencer.namespaces().items()):
-            of[key] = tenant = found.setdefault(fields.tenant, _Tenant())
-            tenant.namespaces += 1
-            await took.pause()
-        for name in list(service.index.instances()):
-            for tenant in {id(one): one for key in service.sequencer.declared(name) if (one := of.get(key))}.values():
-                tenant.instances += 1
-            last = service.heartbeats.liveness.last(name)
-            if last is not None and last.heartbeat.put_bytes:
-                for text, (raw, stored) in put_by_namespace([(name, last.heartbeat)]).items():
-                    if (owner := of.get(NamespaceId(bytes.fromhex(text)))) is not None:
-                        owner.put_raw += raw
-                        owner.put_stored += stored
-            await took.pause()
-        hits = service.archive.hits.by_namespace if service.archive is not None else None
-        for key, count in list(hits.items()) if hits is not None else ():
-            if (asker := of.get(key)) is not None:
-                asker.sampled = asker.sampled.plus(count)
-        return _TenantsFound(found, self._quotas, hits is not None)
-
-
-class _Tenant:
-    """What is counted of a tenant."""
-
-    def __init__(self) -> None:
-        self.namespaces = self.instances = self.put_raw = self.put_stored = 0
-        self.sampled = SampledCount()
-
-
-class _TenantsFound(NamedTuple):
-    """All tenants, their quotas, and whether it is counted what engines ask for."""
-
-    by_name: Mapping[str, _Tenant]
-    quotas: Mapping[str, int]
-    is_sampled: bool
-
-
-_NO_TENANTS = _TenantsFound({}, {}, False)
-
-
-class OverviewFeed:
+class OverviewFeed(FeedPlace):
     """The overview as server-sent events: a whole one, then what changes."""
 
     def __init__(
         self, overview: Overview, caller_now: Callable[[], Caller | None], give_back: Callable[[], None]
     ) -> None:
+        super().__init__(give_back)
         self._overview, self._caller_now = overview, caller_now
-        self._give_back: Callable[[], None] | None = give_back
-
-    def close(self) -> None:
-        """Give its place back. Idempotent."""
-        if self._give_back is not None:
-            self._give_back()
-            self._give_back = None
 
     async def events(self) -> AsyncIterator[bytes]:
         """What goes out, piece by piece, until the catalog stops or the caller may ask no more."""
@@ -505,29 +440,6 @@ def _room_for_feeds(service: CatalogService) -> tuple[int, int]:
     """Feeds of all callers, and of one: many pages come from one address, where nobody asks who they are."""
     most = service.settings.limits.watches
     return most, max(1, most * 3 // 4)
-
-
-def _columns(found: _TenantsFound, tenants: Tenants) -> TenantColumns:
-    """What callers of some tenants see: those with the most in object pools, and of their own alone."""
-    by_name, is_sampled = found.by_name, found.is_sampled
-    seen = by_name if tenants is None else {name: by_name[name] for name in tenants if name in by_name}
-    told = nlargest(MOST_TENANTS, seen.items(), key=lambda one: (one[1].put_stored, one[1].namespaces, one[0]))
-
-    def sampled(part: str) -> list[int | None]:
-        return [round(getattr(one.sampled, part)) if is_sampled else None for _, one in told]
-
-    return TenantColumns(
-        tenant=[name for name, _ in told],
-        namespaces=[one.namespaces for _, one in told],
-        instances=[one.instances for _, one in told],
-        put_raw=[one.put_raw for _, one in told],
-        put_stored=[one.put_stored for _, one in told],
-        quota=[found.quotas.get(name) for name, _ in told],
-        prompts=sampled("prompts"),
-        asked=sampled("asked"),
-        found=sampled("found"),
-        more=len(seen) - len(told),
-    )
 
 
 def _encoded(answer: OverviewAnswer) -> bytes:

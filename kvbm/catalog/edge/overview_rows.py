@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from kvbm.catalog.put_bytes import put_by_instance
 from kvbm.catalog.service import CatalogService
+from kvbm.core.events import JANITOR
 from kvbm.core.ids import InstanceId, Reach, Tier
 from kvbm.core.overview import InstanceColumns
 
@@ -70,6 +71,8 @@ def row_of(
     slots, sizes = list(_NOTHING), list(_NOTHING)
     for pool in view.pools if view is not None else ():
         if pool.reach == Reach.CLUSTER:
+            if told is not None and told.engine == JANITOR:  # it opens the pool without knowing how large blocks are
+                continue
             pool_sizes[index.pool_name(name, pool.tier) or pool.name] = pool.block_bytes
         elif pool.tier < len(ROW_TIERS):
             slots[pool.tier], sizes[pool.tier] = pool.slots, pool.block_bytes

@@ -1,4 +1,4 @@
-"""Settings that a catalog takes while it serves: limits, callers, certificates, tenants' secrets.
+"""Settings that a catalog takes while it serves: limits, callers, certificates, tenants' secrets and limits.
 
 All that is new is made first, beside the loop: files are read, a certificate is held against its key. Only when all of
 it is good does it take the place of the old, within one turn of the loop, so no request meets half of it.
@@ -34,6 +34,7 @@ _TAKEN = frozenset(
         "log.format",
         "log.level",
         "log.levels",
+        "tenants",
     }
 )
 _BY_KIND = frozenset({"catalog.access", "catalog.tls_cert", "catalog.tls_key", "catalog.tls_client_ca"})
@@ -150,6 +151,7 @@ def commit(parts: ServedParts, new: _Prepared) -> tuple[str, ...]:
         limits=limits,
         tenant_secrets=new.settings.tenant_secrets,
         tenant_secrets_file=new.settings.tenant_secrets_file,
+        tenants=new.settings.tenants,
     )
     return tuple(changed)
 

@@ -35,6 +35,7 @@ except ImportError:
     raise MissingExtraError("the catalog's web server (uvicorn, httptools, uvloop)", "catalog") from None
 
 from kvbm.catalog.access.callers import Access, check_exposed
+from kvbm.catalog.access.hosts import hosts_of
 from kvbm.catalog.edge.api import Surface, create_surface
 from kvbm.catalog.edge.ask_listener import AskListener
 from kvbm.catalog.edge.asks import Asks
@@ -272,6 +273,7 @@ async def _serve(
         if settings.unix_socket:
             sockets.append(opened.enter_context(bind_path(Path(settings.unix_socket))))
         check_exposed(settings.access, listener.getsockname()[0])
+        hosts = hosts_of(settings.access, listener.getsockname()[0])
         access = Access(settings.access.file)
         tls = ServerTls(settings.access) if settings.access.tls_cert else None
         service = await CatalogService.start(
@@ -283,7 +285,7 @@ async def _serve(
         for name in ("uvicorn.error", "asyncio"):
             logging.getLogger(name).addFilter(_SELDOM)
         try:
-            surface = create_surface(service, _own_version(), access, lambda: _troubles(access, tls), refusals)
+            surface = create_surface(service, _own_version(), access, lambda: _troubles(access, tls), refusals, hosts)
             config = uvicorn.Config(
                 surface.app,
                 http="httptools",

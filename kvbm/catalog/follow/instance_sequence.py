@@ -44,7 +44,7 @@ from kvbm.catalog.sql.rows import (
     NamespaceRow,
 )
 from kvbm.core.chain_statement import ATTRIBUTE
-from kvbm.core.codec import VERSION, ScannedFrame
+from kvbm.core.codec import UNKNOWN_DIGEST, VERSION, ScannedFrame
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
 from kvbm.core.usage import UsageEntry, entries_of
@@ -115,7 +115,7 @@ class SequenceCounters(msgspec.Struct, kw_only=True):
 
     Attributes:
         digest_divergence: instances whose residencies an audit found to be others than what was applied.
-        gaps_repaired, digest_repaired: after which the instance was whole again.
+        gaps_repaired, digest_repaired: after which the instance was whole again, or was forgotten.
         foreign: frames that name another instance than their subject; they are refused with the rest of their message.
         newer: frames of a newer version than this kvbm reads, and those that follow one in its epoch; they are not
             applied.
@@ -614,8 +614,9 @@ class InstanceSequence:
         self._note(frame, applied, changes)
         counters.frames += 1
         self._is_lost = False
-        self.advance(Position(frame.epoch, frame.next_offset), frame.digest, frame.wall_time_ns, changes)
-        if changes.cursor.sequence > changes.settled and not self._index.agrees(instance, frame.digest):
+        digest = self._epoch_row.digest if frame.digest == UNKNOWN_DIGEST else frame.digest  # usage changes none
+        self.advance(Position(frame.epoch, frame.next_offset), digest, frame.wall_time_ns, changes)
+        if changes.cursor.sequence > changes.settled and not self._index.agrees(instance, digest):
             self.diverge()
         elif instance in self._suspicions.by_instance:
             view = self._index.view(instance)

@@ -251,13 +251,15 @@ class Sequencer:
         self.expect(mark)
 
     def drop(self, instance: InstanceId) -> None:
-        """Nothing is known of an instance any more."""
+        """Nothing is known of an instance any more, so it lacks nothing either."""
         followed = self._sequences.pop(instance, None)
         self._unsettled.pop(instance, None)
         for subject in followed.subjects if followed is not None else ():
             del self._by_subject[subject]
         self._known.pop(instance, None)
-        self.suspicions.take(instance)
+        if (trouble := self.suspicions.take(instance)) is not None:
+            self.counters.gaps_repaired += trouble.gaps
+            self.counters.digest_repaired += trouble.digests
         self.chains.forget(instance)
         self.index.drop(instance)
 

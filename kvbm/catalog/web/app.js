@@ -2,7 +2,7 @@
 
 import { AskError, Newest, ask, feed, hasToken, isTokenOld, keepToken, question } from "./api.js";
 import { atFrame, h, replace, setClass, setText } from "./dom.js";
-import { moment } from "./format.js";
+import { brief, moment } from "./format.js";
 import { Live, asOf } from "./model.js";
 import { Time, iso, parse } from "./time.js";
 import { Block } from "./views/block.js";
@@ -185,13 +185,26 @@ class App {
     this.isAway = false;
     this.link();
     setText($("version"), catalog.version);
+    this.compare(catalog.version);
     const kept = `${catalog.history} ${catalog.archive} ${catalog.sees_all}`;
     if (kept !== this.kept) { this.kept = kept; this.time.begin(catalog.history, catalog.archive, catalog.sees_all); }
     if (this.time.at === null) {
       const old = catalog.view_age_s ? `The view is ${catalog.view_age_s.toFixed(0)} s old. ` : "";
-      this.say(!catalog.ready ? `Not ready: ${catalog.reason}` : catalog.degraded ? `Degraded: ${catalog.degraded}` : old || (catalog.sees_all ? "" : "You see the instances that serve your tenants. Numbers, places and trouble are for operators."));
+      if (!catalog.ready || catalog.degraded) this.say(catalog.ready ? "Degraded" : "Not ready", false, catalog.ready ? catalog.degraded : catalog.reason);
+      else this.say(old || (catalog.sees_all ? "" : "You see the instances that serve your tenants. Numbers, places and trouble are for operators."));
     }
     if (this.time.at === null || !this.past) this.paint();
+  }
+
+  // The catalog may be another than the one whose files these are: they may not fit each other.
+  compare(version) {
+    this.version = this.version || version;
+    const notice = $("upgrade"), isNewer = version !== this.version;
+    if (isNewer && notice.dataset.version !== version) {
+      replace(notice, h("span", null, `This page is of ${this.version}, the catalog of ${version}: reload.`), " ", h("button", { type: "button", class: "plain", onclick: () => location.reload() }, "Reload"));
+      notice.dataset.version = version;
+    }
+    notice.hidden = !isNewer;
   }
 
   lost(error) {
@@ -202,16 +215,22 @@ class App {
 
   link() {
     const pill = $("link");
-    const [kind, text] = this.time.at !== null ? ["past", "earlier moment"] : this.isAway ? ["away", "not connected"] : this.live.head ? ["live", "live"] : ["", "connecting"];
+    const catalog = this.live.head && this.live.head.catalog;
+    const [kind, text] = this.time.at !== null ? ["past", "earlier moment"] : this.isAway ? ["away", "not connected"] : !catalog ? ["", "connecting"] : !catalog.ready ? ["away", "not ready"] : catalog.degraded ? ["past", "degraded"] : ["live", "live"];
     setClass(pill, `pill ${kind}`);
     setText(pill, text);
   }
 
-  say(text, isBad = false) {
-    const banner = $("banner");
+  // A line at the top. Of `reasons`, which may be many and long, the line has the beginning, and the rest opens below.
+  say(text, isBad = false, reasons = "") {
+    const banner = $("banner"), told = reasons ? brief(reasons) : null;
+    if (!banner.firstElementChild) banner.append(h("span"), h("details", null, h("summary", null, "All of it"), h("ul")));
+    const [line, more] = banner.children;
     banner.hidden = !text;
     setClass(banner, isBad ? "banner bad" : "banner");
-    setText(banner, text);
+    setText(line, told ? `${text}: ${told.line}` : text);
+    more.hidden = !told || !told.isCut;
+    if (!more.hidden) replace(more.lastElementChild, told.parts.map((part) => h("li", null, part)));
   }
 
   // Somebody else may ask from now on.

@@ -76,6 +76,19 @@ export function median(counts, bounds) {
   return NONE;
 }
 
+const LINE = 110; // characters
+
+// Of reasons with "; " between, the beginning for one line, and each of them once.
+export function brief(reasons) {
+  const all = [...new Set(reasons.split("; ").map((one) => one.trim()).filter(Boolean))];
+  const parts = all.filter((one) => !all.some((other) => other !== one && other.includes(one)));
+  const first = parts[0].length > LINE ? `${parts[0].slice(0, LINE).replace(/[\s,:]+\S*$/, "")} …` : parts[0];
+  return { parts, line: parts.length > 1 ? `${first} (and ${parts.length - 1} more)` : first, isCut: parts.length > 1 || first !== parts[0] };
+}
+
+// Whose clocks the times of an answer are of, in words.
+export const clocks = (answer) => (answer.clocks === "instances" ? "Times are those of the instances' clocks." : "");
+
 export const EXCLUDED = {
   silent: "no heartbeat comes: left out of answers until it is heard",
   stopped: "stopped cleanly",

@@ -14,7 +14,7 @@ function derive(row) {
   const isKnown = row.blocks.every((blocks, tier) => !blocks || row.blockBytes[tier]) && row.slots.some(Boolean);
   row.bytes = isKnown ? row.blocks.reduce((sum, blocks, tier) => sum + blocks * row.blockBytes[tier], 0) : null; // its start was not read, or is not told
   row.total = row.blocks.reduce((sum, one) => sum + one, 0);
-  const marks = [row.suspect && "is:suspect", row.excluded && "is:excluded", row.trouble && "is:trouble", `is:${row.state}`];
+  const marks = [row.suspect && "is:suspect", row.excluded && row.excluded !== "stopped" && "is:excluded", row.excluded === "stopped" && "is:stopped", row.trouble && "is:trouble", `is:${row.state}`];
   row.hay = [row.instance, row.cluster, row.state, row.excluded, row.engine, row.version, row.place, row.trouble, row.suspicion, ...marks].join("\n").toLowerCase();
   return row;
 }
@@ -76,8 +76,8 @@ export class Live {
 
 function tenantRows(columns) {
   const rows = columns.tenant.map((tenant, at) => ({
-    tenant, namespaces: columns.namespaces[at], instances: columns.instances[at], put: columns.put_stored[at], raw: columns.put_raw[at],
-    quota: columns.quota[at], prompts: columns.prompts[at], asked: columns.asked[at], found: columns.found[at], hay: tenant.toLowerCase(),
+    tenant, namespaces: columns.namespaces[at], instances: columns.instances[at], held: columns.held[at], claimed: columns.blocks[at],
+    quota: columns.quota[at], most: { HOST: columns.host_quota[at], NVME: columns.nvme_quota[at] }, prompts: columns.prompts[at], asked: columns.asked[at], found: columns.found[at], hay: tenant.toLowerCase(),
   }));
   return { rows, more: columns.more };
 }
@@ -86,7 +86,7 @@ function tenantRows(columns) {
 // that has said nothing more in its epoch, and is not live in it now, only when it was heard last is known.
 export function stateThen(one, at, now) {
   const last = Date.parse(one.last_frame), runs = now && now.state === "live" && now.epoch === one.epoch;
-  if (one.state !== "running" || runs || at - last < QUIET_MS) return { state: one.state, words: one.state, note: one.stopped ? `stopped: ${one.stopped}` : "" };
+  if (one.state !== "running" || runs || at - last < QUIET_MS) return { state: one.state, words: one.state, note: one.stopped ? `stopped cleanly (${one.stopped})` : "" };
   return { state: "silent", words: `last heard ${at - last < 86400000 ? clock(last) : moment(last)}`, note: `last heard ${moment(last)} UTC: it was killed, or had nothing to say` };
 }
 
@@ -123,7 +123,8 @@ export function asOf(answer, live) {
   });
   const states = {};
   for (const row of rows) states[row.state] = (states[row.state] || 0) + 1;
-  return { past: true, at: answer.at, holes: answer.holes, rows, byName, tiers, states, tenants: tenantsOf(answer.tenants) };
+  const pools = [...new Set(answer.instances.flatMap((one) => one.tiers.filter((tier) => tier.blocks === null).map((tier) => tier.name || tier.tier)))].sort();
+  return { past: true, at: answer.at, clocks: answer.clocks, pools, holes: answer.holes, rows, byName, tiers, states, tenants: tenantsOf(answer.tenants) };
 }
 
 export function tenantsOf(told) {

@@ -14,8 +14,12 @@ const compare = (one, other) => {
   return one < other ? -1 : 1;
 };
 
+const leastOf = (column) => Number.parseInt((/(\d+)px/.exec(column.width) || [0, 80])[1], 10) || 80;
+
 export class Table {
-  // columns: {key, label, title, width, num, value(row), text(row), paint(cell, row)}; options: {name, open(row), empty, sort, down, most}
+  // columns: {key, label, title, width, num, value(row), text(row), paint(cell, row), isBlank(row), spare}; options: {name,
+  // open(row), empty, sort, down, most}. A column that `isBlank` in every row is left out, and where there is no room for
+  // all, those with the highest `spare` are.
   constructor(columns, options) {
     this.columns = columns;
     this.options = options;
@@ -33,23 +37,38 @@ export class Table {
   }
 
   build() {
-    const template = this.columns.map((one) => one.width).join(" ");
-    const least = this.columns.reduce((sum, one) => sum + (Number.parseInt((/(\d+)px/.exec(one.width) || [0, 80])[1], 10) || 80) + 8, 16);
     this.heads = this.columns.map((one) => h("button", { type: "button", class: one.num ? "head num" : "head", title: one.title || `Sort by ${one.label}`, onclick: () => this.sortBy(one.key) }, one.label, h("span", { class: "arrow", "aria-hidden": "true" })));
     const head = h("div", { class: "tr thead", role: "row" }, this.heads.map((button) => h("div", { role: "columnheader", class: "th" }, button)));
     this.space = h("div", { class: "space", role: "rowgroup" });
     this.empty = h("p", { class: "empty", hidden: true });
     this.body = h("div", { class: "tbody", role: "grid", "aria-label": this.options.name, tabindex: "0", onscroll: () => { this.paint(); }, onkeydown: (event) => this.key(event), onclick: (event) => this.click(event) }, h("div", { role: "rowgroup", class: "theads" }, head), this.space, this.empty);
     this.node = h("div", { class: "table" }, this.body);
-    this.node.style.setProperty("--columns", template);
-    this.node.style.setProperty("--least", `${least}px`);
+    this.left = "-"; // which are left out
+    this.fit();
     if (this.options.most) this.node.style.setProperty("--most", String(this.options.most));
-    new ResizeObserver(() => { if (this.body.clientHeight) this.paint(); }).observe(this.body);
+    new ResizeObserver(() => { if (this.body.clientHeight) { this.fit(); this.paint(); } }).observe(this.body);
     this.markSort();
+  }
+
+  fit() {
+    const { columns } = this, room = this.body.clientWidth, rows = this.all;
+    const shown = columns.map((one) => !(one.isBlank && rows.length && rows.every(one.isBlank)));
+    const least = () => columns.reduce((sum, one, at) => sum + (shown[at] ? leastOf(one) + 8 : 0), 8);
+    const spare = columns.map((one, at) => [one.spare || 0, at]).filter(([rank, at]) => rank && shown[at]).sort((one, other) => other[0] - one[0]);
+    while (room && spare.length && least() > room) shown[spare.shift()[1]] = false;
+    const left = shown.map((one) => (one ? "" : "x")).join();
+    if (left === this.left) return;
+    this.left = left;
+    this.isShown = shown;
+    this.node.style.setProperty("--columns", columns.filter((_, at) => shown[at]).map((one) => one.width).join(" "));
+    this.node.style.setProperty("--least", `${least()}px`);
+    this.heads.forEach((head, at) => { head.parentElement.hidden = !shown[at]; });
+    for (const { cells } of this.pool) cells.forEach((cell, at) => { cell.hidden = !shown[at]; });
   }
 
   set(rows) {
     this.all = rows;
+    this.fit();
     this.arrange();
   }
 
@@ -119,6 +138,7 @@ export class Table {
 
   newRow() {
     const cells = this.columns.map((one) => h("div", { role: "gridcell", class: one.num ? "td num" : "td" }));
+    cells.forEach((cell, at) => { cell.hidden = !this.isShown[at]; });
     const node = h("div", { class: "tr", role: "row" }, cells);
     this.space.append(node);
     return { node, cells };

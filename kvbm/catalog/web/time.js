@@ -2,7 +2,7 @@
 
 import { AskError, Newest, ask, question } from "./api.js";
 import { h, s, replace, setText, setClass } from "./dom.js";
-import { many, moment, stretch } from "./format.js";
+import { many, moment, short, stretch } from "./format.js";
 
 const EVERY_MS = 15000;
 const STEP_MS = 1000;
@@ -24,6 +24,10 @@ export class Time {
     this.text = h("span", { class: "at", "aria-live": "polite" });
     this.ends = h("span", { class: "ends" });
     this.note = h("span", { class: "off" });
+    this.top = h("span");
+    const key = (name, words) => h("span", null, h("i", { class: `key ${name}` }), words);
+    this.legend = h("span", { class: "legend" }, h("span", null, h("i", { class: "key held" }), this.top), key("start", "start"), key("stop", "stop"), key("gap", "hole"));
+    this.scale = h("div", { class: "scale", title: "The times are those of the instances' clocks, in UTC" }, this.ends, this.legend);
     this.lines = new Newest((answer) => this.draw(answer), () => replace(this.drawing));
   }
 
@@ -63,11 +67,11 @@ export class Time {
     const from = begin + 1, isNew = this.from === null; // times are told to the microsecond, and cut to the millisecond here
     const moved = isNew || this.from !== from || this.until !== until;
     Object.assign(this, { from, until, holes: told.holes });
-    if (isNew) replace(this.node, this.back, this.forth, this.text, h("div", { class: "line" }, this.drawing, this.input), this.ends, this.now, this.note);
+    if (isNew) replace(this.node, this.back, this.forth, this.text, h("div", { class: "line" }, this.drawing, this.input), this.scale, this.now, this.note);
     if (moved) {
       this.input.min = String(Math.floor(from / STEP_MS) * STEP_MS);
       this.input.max = String(Math.ceil(until / STEP_MS) * STEP_MS);
-      setText(this.ends, `${stretch(from, until)} UTC`);
+      setText(this.ends, `${stretch(from, until)} UTC${told.clocks === "instances" ? ", by the instances' clocks" : ""}`);
       if (isNew || until - this.drawn > DRAWN_ANEW * (until - from)) { this.drawn = until; this.lines.ask(() => ask(question("v1/history/timeline", { steps: 200 }))); }
     }
     setText(this.note, told.reason ? told.reason : told.lags && told.lag_s > 60 ? `the history is ${Math.round(told.lag_s)} s behind` : "");
@@ -80,6 +84,7 @@ export class Time {
   draw(line) {
     const { from, until } = this, wide = Math.max(1, until - from), place = (ms) => (1000 * (ms - from)) / wide;
     const sums = line.steps.map((step) => Object.values(step.blocks).reduce((sum, one) => sum + one, 0)), top = Math.max(1, ...sums);
+    setText(this.top, `blocks held, 0 to ${short(Math.max(0, ...sums))}`);
     let path = "M0 22";
     line.steps.forEach((step, at) => { path += `L${place(parse(step.time)).toFixed(1)} ${(22 - (20 * sums[at]) / top).toFixed(1)}`; });
     const holes = line.holes.slice(-MOST_MARKS).map((hole) => {

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from kvbm.core.ids import Tier
 from kvbm.engines.vllm.tier_events import ToldBlocks
 
+_INT_BYTES = 8  # of a hash that events have as an integer
 _MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.NVME: MEDIUM_STORAGE, Tier.OBJECT: MEDIUM_STORAGE}
 
 
@@ -43,11 +44,31 @@ def extra_keys_of(request: Any, begin: int, end: int, block_tokens: int) -> Sequ
 
     None where that is nothing.
     """
+    if not (request.mm_features or request.lora_request or request.prompt_embeds is not None):
+        return _salts_of(request, begin, end, block_tokens)
     found, image = [], 0
     for at in range(begin, end):
         keys, image = generate_block_hash_extra_keys(request, at * block_tokens, (at + 1) * block_tokens, image)
         found.append(keys)
     return to_event_extra_keys(found) if any(found) else None
+
+
+def _salts_of(request: Any, begin: int, end: int, block_tokens: int) -> Sequence[Any] | None:
+    """The same of a request that has nothing but a salt, which is the first block's: others need not be asked for."""
+    if begin or not request.cache_salt:
+        return None
+    first, _ = generate_block_hash_extra_keys(request, 0, block_tokens, 0)
+    keys: Sequence[Any] | None = to_event_extra_keys([first] + [None] * (end - 1))
+    return keys
+
+
+def _in_events(digests: Sequence[Any]) -> list[Any]:
+    """Hashes as vLLM's events have them. vLLM's own function looks the form up for each: here the first tells it."""
+    first = maybe_convert_block_hash(digests[0])
+    if not isinstance(first, int):
+        return [maybe_convert_block_hash(digest) for digest in digests]
+    found = [int.from_bytes(digest[-_INT_BYTES:], "big") for digest in digests]
+    return found if found[0] == first else [maybe_convert_block_hash(digest) for digest in digests]
 
 
 def kv_event(told: ToldBlocks, kinds: Sequence[LayerKind], ownership: str = "") -> BlockStored | BlockRemoved:
@@ -59,7 +80,7 @@ def kv_event(told: ToldBlocks, kinds: Sequence[LayerKind], ownership: str = "") 
     """
     owned = {"ownership": ownership} if ownership and told.tier == Tier.OBJECT else {}
     run, begin, end = told.run, told.begin, told.end
-    hashes = [maybe_convert_block_hash(digest) for digest in run.digests[begin:end]]
+    hashes = _in_events(run.digests[begin:end])
     medium, group = _MEDIA[told.tier], run.group
     if not told.is_held:
         return BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group.id, **owned)

@@ -155,9 +155,14 @@ class Scheduler:
         Raises AttributeError as PrefixCacheWatch.
         """
         manager = self.manager
-        sink = HbmSink(manager.engine_stored, manager.engine_removed, manager.engine_cleared, self._on_watch_broken)
+        sink = HbmSink(manager.engine_stored, manager.engine_removed, self._on_cleared, self._on_watch_broken)
         self._watch = PrefixCacheWatch(pool, self._groups, self.requests.state_of, self._derive, sink)
         self.stores.bind(pool, block_ids_of, self._watch, cacheable)
+
+    def _on_cleared(self) -> None:
+        self.manager.engine_cleared()
+        if self.events is not None:
+            self.events.tell_anew()
 
     def follow_tiers(self, extra_keys: ExtraKeys | None = None, objects_as: Tier = Tier.OBJECT) -> None:
         """Have `events` from now on, as `TierEvents` has it."""

@@ -50,7 +50,7 @@ class GroupRun(NamedTuple):
     @classmethod
     def of(cls, request: Any, group: KvGroup, begin: int, end: int, extra_keys: ExtraKeys | None = None) -> GroupRun:
         """A request's blocks from `begin` to before `end`."""
-        digests = [bytes(one) for one in group.digests(request.block_hashes, begin, end)]
+        digests = [*group.digests(request.block_hashes, begin, end)]
         before = group.digests(request.block_hashes, begin - 1, begin) if begin else ()
         tokens = array("i", request.all_token_ids[begin * group.block_tokens : end * group.block_tokens])
         adapter = getattr(request, "lora_request", None)
@@ -137,6 +137,7 @@ class TierEvents:
         self._copies: dict[bytes, int] = {}  # vLLM's hash, tier and group → blocks of ours that lie there
         self._fresh: dict[bytes, None] = {}
         self._turn: Iterator[bytes] = iter(())
+        self._tells_anew = False  # whether what this turn comes to is told though it has not changed
 
     def run_of(self, request: Any, group: KvGroup, begin: int, end: int) -> GroupRun:
         """What is told of a request's blocks, should they lie in a tier."""
@@ -149,7 +150,8 @@ class TierEvents:
             hashes: ours, packed, of the blocks of the run; of fewer where the others do not matter.
         """
         blocks = split_hashes(hashes)[: min(len(run.digests), _MOST_AT)]
-        self._fresh.update(dict.fromkeys(blocks))
+        distinct: dict[bytes, None] = dict.fromkeys(blocks)
+        self._fresh.update(distinct)
         known = self._known
         unknown = [at for at, ours in enumerate(blocks) if ours not in known]
         if not unknown:
@@ -157,40 +159,64 @@ class TierEvents:
         begin, number = unknown[0], self._next_run  # a long prompt that is known is not kept again for its last block
         self._next_run += 1
         place = number << (_AT + _AT_BITS) | ABSENT
-        known.update((blocks[at], place | (at - begin) << _AT) for at in unknown)
+        if len(unknown) == len(blocks):
+            known.update(zip(blocks, range(place, place + (len(blocks) << _AT), 1 << _AT), strict=True))
+            self._left[number] = len(distinct)
+        else:
+            known.update((blocks[at], place | (at - begin) << _AT) for at in unknown)
+            self._left[number] = len({blocks[at] for at in unknown})
         self._runs[number] = run.part(begin, unknown[-1] + 1)
-        self._left[number] = len({blocks[at] for at in unknown})
+
+    def tell_anew(self) -> None:
+        """Tell of every block again in the next steps: vLLM's cache was cleared, and listeners take that for a loss of
+        all tiers.
+        """
+        self._turn, self._tells_anew = iter([*self._known]), True
 
     def take(self) -> list[ToldBlocks]:
         """What has changed, as far as it was seen; where blocks are before where they no longer are."""
+        fresh, tells_anew = len(self._fresh), self._tells_anew
         looked_at = [*self._fresh, *islice(self._turn, _A_STEP)]
-        if len(looked_at) - len(self._fresh) < _A_STEP:
-            self._turn = iter([*self._known])
+        if len(looked_at) - fresh < _A_STEP:
+            self._turn, self._tells_anew = iter([*self._known]), False
         self._fresh = {}
         if not looked_at:
             return []
-        held, left = _Gathered(is_held=True), []
+        held, left, gained = _Gathered(is_held=True), [], []
         known = self._known
         tiers = self._holders(b"".join(looked_at)).translate(self._told_as)
-        for ours, tier in zip(looked_at, tiers, strict=True):
+        for at, (ours, tier) in enumerate(zip(looked_at, tiers, strict=True)):
             place = known.get(ours)
-            if place is None or (place & _TIER == tier and tier != ABSENT):
+            if place is None:
+                continue
+            if place & _TIER == tier and tier != ABSENT:
+                if tells_anew and at >= fresh:
+                    held.add(self._runs[place >> (_AT + _AT_BITS)], place >> _AT & _MOST_AT - 1, tier)
                 continue
             if tier == ABSENT:
                 del known[ours]
             else:
-                known[ours] = place ^ (place & _TIER) | tier
-                self._gain(place, tier, held)
+                now = known[ours] = place ^ (place & _TIER) | tier
+                gained.append(now)
             if place & _TIER != ABSENT or tier == ABSENT:
                 left.append((place, tier))
+        self._gain(gained, held)
         return held.take() + self._lose(left)
 
-    def _gain(self, place: int, tier: int, held: _Gathered) -> None:
-        run, at = self._runs[place >> (_AT + _AT_BITS)], place >> _AT & _MOST_AT - 1
-        key = _copy_key(run, at, tier)
-        copies = self._copies[key] = self._copies.get(key, 0) + 1
-        if copies == 1:
-            held.add(run, at, tier)
+    def _gain(self, places: Sequence[int], held: _Gathered) -> None:
+        """Count blocks that a tier has now: most go on with each other, and cost the scheduler little."""
+        copies, number, tier, run, kind = self._copies, -1, -1, None, b""
+        for place in places:
+            if place >> (_AT + _AT_BITS) != number or place & _TIER != tier:
+                number, tier = place >> (_AT + _AT_BITS), place & _TIER
+                run = self._runs[number]
+                kind = bytes((tier, run.group.id))
+            assert run is not None
+            at = place >> _AT & _MOST_AT - 1
+            key = run.digests[at] + kind
+            count = copies[key] = copies.get(key, 0) + 1
+            if count == 1:
+                held.add(run, at, tier)
 
     def _lose(self, left: list[tuple[int, int]]) -> list[ToldBlocks]:
         """Blocks that are where they were no more, once all that has come is counted.

@@ -17,6 +17,7 @@ from kvbm.core.events import MAX_USAGE_ROWS, PoolStated, UsageRecorded, UsageRow
 from kvbm.core.ids import MAX_NAME_BYTES, UNKNOWN, NamespaceId, Reach, Tier
 from kvbm.core.usage import LONGEST_STEP_MS, NewUsageMeter, Numbers
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
+from kvbm.safe_log import RateLimitedLog
 
 _MOST = (1 << 64) - 1  # that an event has room for
 _MOST_ERASED = 256  # erasures that are heeded; what older ones meant is past
@@ -66,6 +67,7 @@ class UsageAccount:
         self._seen_ms = 0  # the clock when frames were taken last
         self._waiting: list[UsageRecorded] = []
         self._erased: dict[int, tuple[Callable[[str], bool], int]] = {}  # who is meant, and until when
+        self._limited_log = RateLimitedLog()
 
     # -- under the manager's lock -------------------------------------------------------------------------------------
 
@@ -102,7 +104,13 @@ class UsageAccount:
         self._erased.pop(number, None)
         self._erased[number] = is_meant, now_ms
         if len(self._erased) > _MOST_ERASED:
-            del self._erased[next(iter(self._erased))]
+            oldest = next(iter(self._erased))
+            del self._erased[oldest]
+            self._limited_log.warn(
+                "erasure.forgotten",
+                number=oldest,
+                notice=f"more than {_MOST_ERASED} erasures: what was used before it may still be recorded; erase again",
+            )
 
     def take_events(self) -> list[UsageRecorded]:
         """What is to be recorded, in order."""

@@ -1,30 +1,27 @@
-"""What one engine holds, block by block, under its own hashes: events → commands for our stream.
+"""What one engine holds, block by block, under its own hashes: events → facts for our stream.
 
 A stored event brings the tokens. They are hashed here, as any client of ours hashes a prompt, and go no further. The
 engine's hash is kept beside ours, because a later event names a parent or a removed block by it alone. Nothing is
 guessed: what has neither tokens behind a known parent nor a known hash is counted and left out, which costs a hit and
 is never a wrong one.
+
+`reference.foreign_blocks` specifies it; `bridge.table` is what runs.
 """
 
 from __future__ import annotations
 
-import struct
-from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
 
-from kvbm.core.backend import SequenceHashes
 from kvbm.core.errors import KvbmError
-from kvbm.core.events import MAX_RUN_BLOCKS, EvictReason
-from kvbm.core.ids import HASH_BYTES, NO_PARENT, Namespace, NamespaceId, SequenceHash, Tier
+from kvbm.core.events import EvictReason
+from kvbm.core.ids import Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.streams.foreign.events import (
-    BlockKey,
-    BlocksStored,
     Cleared,
     EventRefusal,
     ForeignEvent,
     RefusedEvent,
-    Removed,
 )
 from kvbm.streams.foreign.identity import MEDIA, ForeignSource, Homes
 
@@ -76,52 +73,54 @@ class Emptied(NamedTuple):
 
 Fact = NamespaceNamed | Gained | Arrived | Lost | Emptied
 
-_Remembered = BlockKey | tuple[int, BlockKey]  # a block's key; with its group, where the engine has several
-
-# our hash, position in its chain, number of its namespace, copies in HBM, other tiers
-_ENTRY = struct.Struct("<16sIBHB")
-_START, _REST = struct.Struct("<I"), struct.Struct("<BHB")  # its parts behind the hash
-_NUMBER, _TIERS = 20, 21  # where in it
-_IN_HBM_ONCE, _NOWHERE = struct.pack("<HB", 1, 0), struct.pack("<HB", 0, 0)
-_MOST_COPIES = 0xFFFF
-_MOST_START = 0xFFFFFFFF
-_COLDER = {Tier.HOST: 1, Tier.NVME: 2, Tier.OBJECT: 4}  # bits of the other tiers
-_OWN = (Tier.HBM, Tier.HOST, Tier.NVME)  # the engine's
+OWN_TIERS = (Tier.HBM, Tier.HOST, Tier.NVME)  # the engine's
 
 
 class Uncertain(KvbmError):
     """An event may have said that blocks are gone, and could not be read: nothing that is held is certain any more."""
 
 
-class ForeignBlocks:
-    """See the module. No clock, no I/O.
+class EngineBlocks(Protocol):
+    """What `ForeignState` needs of whoever knows an engine's blocks: `ForeignBlocks`, or what does the same in C++."""
 
-    Args:
-        hash_tokens: `sequence_hashes` or its native implementation.
+    @property
+    def counts(self) -> Counter[EventRefusal]: ...
+    @property
+    def stored(self) -> int: ...
+    @property
+    def removed(self) -> int: ...
+    @property
+    def is_empty(self) -> bool: ...
+    @property
+    def remembered(self) -> int: ...
 
-    Attributes:
-        counts: events and blocks that count for nothing, by `EventRefusal`.
-        stored, removed: blocks that events have told of.
-    """
+    def refuse(self, reason: EventRefusal) -> None:
+        """Count what counts for nothing."""
 
-    def __init__(self, source: ForeignSource, hash_tokens: SequenceHashes) -> None:
-        self.counts: Counter[EventRefusal] = Counter()
-        self.stored = self.removed = 0
-        self._source, self._hash_tokens = source, hash_tokens
+    def namespaces(self) -> list[Namespace]: ...
+    def expect(self, block_tokens: int) -> Namespace: ...
+    def take(self, payload: bytes, rank: int | None) -> bool:
+        """Apply a publisher's message whole, without a fact; False: nothing of it, so its events are to be applied.
+
+        Args:
+            rank: whose messages count; None: anybody's.
+        """
+
+    def apply(self, event: ForeignEvent) -> Iterator[Fact]: ...
+    def drop(self, forgets: bool) -> None: ...
+
+
+class NamedBlocks:
+    """What is known of a source's namespaces, tiers and refusals, however its blocks are kept."""
+
+    def __init__(self, source: ForeignSource) -> None:
+        self._counts: Counter[EventRefusal] = Counter()
+        self._source = source
         self._homes = Homes(source)
-        self._known: dict[_Remembered, bytes] = {}
-        # Of the known, those that no tier holds, the longest gone first: a plain dict finds its first slowly
-        self._gone: OrderedDict[_Remembered, None] = OrderedDict()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no tier holds anything."""
-        return len(self._known) == len(self._gone)
-
-    @property
-    def remembered(self) -> int:
-        """How many blocks are remembered, those that are gone included."""
-        return len(self._known)
+    def refuse(self, reason: EventRefusal) -> None:
+        """Count what counts for nothing."""
+        self._counts[reason] += 1
 
     def namespaces(self) -> list[Namespace]:
         """Those of which blocks have come, in the order in which they came."""
@@ -133,254 +132,26 @@ class ForeignBlocks:
         assert number is not None
         return self._homes.all[number].namespace
 
-    def apply(self, event: ForeignEvent) -> Iterator[Fact]:
-        """What an event changes. Raises Uncertain: it may have said that blocks are gone."""
-        match event:
-            case BlocksStored():
-                yield from self._store(event)
-            case Removed():
-                yield from self._remove(event)
-            case Cleared():
-                for tier in _OWN if event.is_all else (Tier.HBM,):
-                    yield from self._clear(tier)
-            case RefusedEvent():
-                self.counts[event.reason] += 1
-                if event.is_loss:
-                    raise Uncertain(event.why)
-
-    def drop(self, forgets: bool) -> None:
-        """Hold nothing any more.
-
-        Args:
-            forgets: whether what the engine's hashes mean is forgotten as well: another process may mean something else
-                by them.
-        """
-        if forgets:
-            self._known.clear()
-            self._gone.clear()
-            self._homes = Homes(self._source)
-            return
-        for key, entry in self._known.items():
-            ours, start, number, copies, others = _ENTRY.unpack(entry)
-            if copies or others:
-                self._known[key] = _ENTRY.pack(ours, start, number, 0, 0)
-                self._gone[key] = None
-        self._forget_gone()
-
-    # -- stored -------------------------------------------------------------------------------------------------------
-
-    def _store(self, event: BlocksStored) -> Iterator[Fact]:
-        tier = self._tier(event.medium, event.ownership)
-        if tier is None or not event.keys:
-            return
-        count, size = len(event.keys), event.block_tokens
-        self.stored += count
-        is_new = len(self._homes.all)
-        number = self._homes.number(event.lora, event.group, size)
-        if number is None:
-            self.counts[EventRefusal.BEYOND] += count
-            return
-        if len(self._homes.all) > is_new:
-            yield NamespaceNamed(self._homes.all[number].namespace)
-        keys: Sequence[_Remembered] = event.keys
-        if event.group:
-            keys = [(event.group, key) for key in event.keys]
-        width = event.width or size
-        before = self._before(event, number) if len(event.tokens) == count * width else None
-        if before is None:
-            yield from self._store_known(tier, keys)
-            return
-        parent, start = before
-        root = parent if start else self._homes.all[number].root
-        try:
-            hashes = self._hash_tokens(event.tokens, width, root, event.extra)
-        except (KvbmError, TypeError, ValueError, OverflowError):  # a token that is none
-            self.counts[EventRefusal.MALFORMED] += 1
-            return
-        yield from self._store_chain(tier, keys, number, parent, start, hashes)
-
-    def _before(self, event: BlocksStored, number: int) -> tuple[SequenceHash, int] | None:
-        """The block before the first, and the first's position; None: it is not known."""
-        if event.parent is None:
-            return NO_PARENT, 0
-        entry = self._known.get((event.group, event.parent) if event.group else event.parent)
-        if entry is None:
-            return None
-        ours, start, of, _, _ = _ENTRY.unpack(entry)
-        if of != number or start + len(event.keys) >= _MOST_START:
-            return None
-        return SequenceHash(ours), start + 1
-
-    def _store_chain(
-        self, tier: Tier, keys: Sequence[_Remembered], number: int, parent: SequenceHash, start: int, hashes: bytes
-    ) -> Iterator[Fact]:
-        """Blocks whose own hashes are known from their tokens."""
-        known, bit = self._known, _COLDER.get(tier, 0)
-        id_ = self._homes.all[number].namespace.id
-        room = self._source.most_blocks - len(known) + len(self._gone)
-        if len(keys) <= room and known.keys().isdisjoint(keys) and len({*keys}) == len(keys):  # as most are
-            rest = _REST.pack(number, not bit, bit)
-            starts = range(0, len(hashes), HASH_BYTES)
-            entries = [hashes[at : at + HASH_BYTES] + _START.pack(start + n) + rest for n, at in enumerate(starts)]
-            known.update(zip(keys, entries, strict=True))
-            yield from _gained(id_, tier, parent, start, hashes, 0, len(keys))
-            return
-        begin = 0  # of the run that is being gathered
-        for at, key in enumerate(keys):
-            ours = hashes[at * HASH_BYTES : at * HASH_BYTES + HASH_BYTES]
-            entry = known.get(key)
-            if entry is None:
-                if len(known) - len(self._gone) < self._source.most_blocks:
-                    known[key] = _ENTRY.pack(ours, start + at, number, not bit, bit)
-                    continue
-                self.counts[EventRefusal.BEYOND] += 1
-            elif entry[:HASH_BYTES] != ours:
-                self.counts[EventRefusal.CONFLICT] += 1
-            elif self._gain(key, entry, bit):
-                continue
-            yield from _gained(id_, tier, parent, start, hashes, begin, at)
-            begin = at + 1
-        yield from _gained(id_, tier, parent, start, hashes, begin, len(keys))
-
-    def _store_known(self, tier: Tier, keys: Sequence[_Remembered]) -> Iterator[Fact]:
-        """Blocks that only the engine's hashes tell of."""
-        bit = _COLDER.get(tier, 0)
-        arrived: dict[int, bytearray] = {}
-        for key in keys:
-            entry = self._known.get(key)
-            if entry is None:
-                self.counts[EventRefusal.UNMAPPED] += 1
-            elif self._gain(key, entry, bit):
-                arrived.setdefault(entry[_NUMBER], bytearray()).extend(entry[:HASH_BYTES])
-        for number, hashes in arrived.items():
-            for run in _runs(bytes(hashes)):
-                yield Arrived(self._homes.all[number].namespace.id, tier, run)
-
-    def _gain(self, key: _Remembered, entry: bytes, bit: int) -> bool:
-        """Note that a tier has a known block; whether it had none before."""
-        ours, start, number, copies, others = _ENTRY.unpack(entry)
-        if bit:
-            if others & bit:
-                return False
-            is_first, others = True, others | bit
-        else:
-            is_first = not copies
-            if copies and not self._source.counts_copies:
-                return False
-            copies = min(copies + 1, _MOST_COPIES)
-        self._known[key] = _ENTRY.pack(ours, start, number, copies, others)
-        self._gone.pop(key, None)
-        return is_first
-
-    # -- removed ------------------------------------------------------------------------------------------------------
-
-    def _remove(self, event: Removed) -> Iterator[Fact]:
-        if not event.medium:
-            yield from self._remove_anywhere(event)
-            return
-        tier = self._tier(event.medium, event.ownership)
-        if tier is not None:
-            self.removed += len(event.keys)
-            yield from self._remove_from(tier, event)
-
-    def _remove_anywhere(self, event: Removed) -> Iterator[Fact]:
-        """Blocks that the engine has in no medium any more.
-
-        One that is not known counts for nothing: such engines also name blocks that were never full.
-        """
-        self.removed += len(event.keys)
-        for tier in _OWN:
-            bit = _COLDER.get(tier, 0)
-            held = [key for key in event.keys if self._is_held((event.group, key) if event.group else key, bit)]
-            yield from self._remove_from(tier, event._replace(keys=held))
-
-    def _is_held(self, key: _Remembered, bit: int) -> bool:
-        entry = self._known.get(key)
-        if entry is None:
-            return False
-        _, _, _, copies, others = _ENTRY.unpack(entry)
-        return bool(others & bit if bit else copies)
-
-    def _remove_from(self, tier: Tier, event: Removed) -> Iterator[Fact]:
-        bit, known = _COLDER.get(tier, 0), self._known
-        lost: dict[int, bytearray] = {}
-        for plain in event.keys:
-            key = (event.group, plain) if event.group else plain
-            entry = known.get(key)
-            if entry is None:
-                self.counts[EventRefusal.NOT_HELD] += 1
-            elif entry[_TIERS:] == _IN_HBM_ONCE and not bit:  # as most are
-                known[key] = entry[:_TIERS] + _NOWHERE
-                self._gone[key] = None
-                number = entry[_NUMBER]
-                if number not in lost:
-                    lost[number] = bytearray()
-                lost[number] += entry[:HASH_BYTES]
-            elif self._remove_one(key, entry, tier, bit):
-                lost.setdefault(entry[_NUMBER], bytearray()).extend(entry[:HASH_BYTES])
-        for number, hashes in lost.items():
-            for run in _runs(bytes(hashes)):
-                yield Lost(self._homes.all[number].namespace.id, tier, EvictReason.CAPACITY, run)
-        self._forget_gone()
-
-    def _remove_one(self, key: _Remembered, entry: bytes, tier: Tier, bit: int) -> bool:
-        """Note that a tier has one copy of a known block less; whether it has none now."""
-        ours, start, number, copies, others = _ENTRY.unpack(entry)
-        # a claim of an object is everybody's, whatever this source was known to have put
-        if not (tier is Tier.OBJECT or (others & bit if bit else copies)):
-            self.counts[EventRefusal.NOT_HELD] += 1
-            return False
-        if bit:
-            others &= ~bit
-        else:
-            copies -= 1
-        self._known[key] = _ENTRY.pack(ours, start, number, copies, others)
-        if not (copies or others):
-            self._gone.setdefault(key)
-        return bool(bit or not copies)
-
-    def _clear(self, tier: Tier) -> Iterator[Fact]:
-        """The engine empties a tier; what it has in others stays there."""
-        bit = _COLDER.get(tier, 0)
-        for key, entry in self._known.items():
-            ours, start, number, copies, others = _ENTRY.unpack(entry)
-            if others & bit if bit else copies:
-                copies, others = (copies, others & ~bit) if bit else (0, others)
-                self._known[key] = _ENTRY.pack(ours, start, number, copies, others)
-                if not (copies or others):
-                    self._gone[key] = None
-        self._forget_gone()
-        yield Emptied(tier)
-
-    def _forget_gone(self) -> None:
-        while len(self._gone) > self._source.most_gone:
-            del self._known[self._gone.popitem(last=False)[0]]
-
-    def _tier(self, medium: str, ownership: str) -> Tier | None:
+    def tier(self, medium: str, ownership: str) -> Tier | None:
         """The tier an event speaks of; None, and counted: it counts for nothing."""
         tier = MEDIA.get(medium)
         if tier is None:
-            self.counts[EventRefusal.UNKNOWN_MEDIUM] += 1
+            self.refuse(EventRefusal.UNKNOWN_MEDIUM)
             return None
         if not ownership and tier != Tier.OBJECT:
             return tier
         if self._source.pool and ownership in ("", self._source.pool):
             return Tier.OBJECT
-        self.counts[EventRefusal.NO_POOL] += 1
+        self.refuse(EventRefusal.NO_POOL)
         return None
 
-
-def _gained(
-    namespace: NamespaceId, tier: Tier, parent: SequenceHash, start: int, hashes: bytes, begin: int, end: int
-) -> Iterator[Gained]:
-    """Blocks [begin, end) of a chain that begins at `start` behind `parent`."""
-    for at in range(begin, end, MAX_RUN_BLOCKS):
-        stop = min(end, at + MAX_RUN_BLOCKS)
-        before = SequenceHash(hashes[(at - 1) * HASH_BYTES : at * HASH_BYTES]) if at else parent
-        yield Gained(namespace, tier, before, start + at, hashes[at * HASH_BYTES : stop * HASH_BYTES])
+    def refuse_event(self, event: RefusedEvent) -> None:
+        """Count it. Raises Uncertain: it may have said that blocks are gone."""
+        self.refuse(event.reason)
+        if event.is_loss:
+            raise Uncertain(event.why)
 
 
-def _runs(hashes: bytes) -> Iterator[bytes]:
-    width = MAX_RUN_BLOCKS * HASH_BYTES
-    for at in range(0, len(hashes), width):
-        yield hashes[at : at + width]
+def cleared_tiers(event: Cleared) -> tuple[Tier, ...]:
+    """The tiers that an engine has emptied."""
+    return OWN_TIERS if event.is_all else (Tier.HBM,)

@@ -21,10 +21,8 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import NamedTuple, assert_never
 
-from kvbm.core.backend import SequenceHashes
-from kvbm.streams.foreign.blocks import Fact, ForeignBlocks, Uncertain
+from kvbm.streams.foreign.blocks import EngineBlocks, Fact, Uncertain
 from kvbm.streams.foreign.events import EventBatch, EventRefusal, ForeignEventError
-from kvbm.streams.foreign.identity import ForeignSource
 
 Decode = Callable[[bytes], EventBatch]
 
@@ -102,13 +100,13 @@ class ForeignState:
     """See the module. Give it every message in the order in which it comes, and Ticked at `wake_s`.
 
     Args:
-        source: what is known of the engine.
+        blocks: what is held, and counts; nothing yet.
         decode: bytes of a message → what it says. Raises ForeignEventError.
         can_replay: whether the publisher has an address for that.
         rank: data-parallel rank whose messages count; None: anybody's.
 
     Attributes:
-        blocks: what is held, and counts.
+        blocks: see above.
         epochs: how often each reason began another.
         replays: how often messages were asked for again.
         is_partial: whether what the engine held when this began is not known.
@@ -116,13 +114,12 @@ class ForeignState:
 
     def __init__(
         self,
-        source: ForeignSource,
+        blocks: EngineBlocks,
         decode: Decode,
-        hash_tokens: SequenceHashes,
         can_replay: bool,
         rank: int | None = None,
     ) -> None:
-        self.blocks = ForeignBlocks(source, hash_tokens)
+        self.blocks = blocks
         self.epochs: Counter[EpochWhy] = Counter()
         self.replays = 0
         self.is_partial = False
@@ -156,9 +153,13 @@ class ForeignState:
 
     def step(self, now_s: float, happened: Input) -> list[Command]:
         """Take one input; gives what follows from it, in order."""
-        return list(self._step(now_s, happened))
+        return list(self.commands(now_s, happened))
 
-    def _step(self, now_s: float, happened: Input) -> Iterator[Command]:
+    def commands(self, now_s: float, happened: Input) -> Iterator[Command]:
+        """As `step`, each command before what comes after it has changed anything.
+
+        Whoever has blocks that record by themselves has to obey each as it comes.
+        """
         match happened:
             case PublishedMessage():
                 yield from self._on_message(now_s, happened)
@@ -331,14 +332,16 @@ class ForeignState:
 
     def _apply(self, message: PublishedMessage) -> Iterator[Command]:
         self._last = message
+        if self.blocks.take(message.payload, self._rank):
+            return
         try:
             batch: EventBatch = self._decode(message.payload)
         except ForeignEventError as error:
-            self.blocks.counts[error.reason] += 1
+            self.blocks.refuse(error.reason)
             yield from self._doubt()
             return
         if self._rank is not None and batch.rank is not None and batch.rank != self._rank:
-            self.blocks.counts[EventRefusal.OTHER_RANK] += 1
+            self.blocks.refuse(EventRefusal.OTHER_RANK)
             return
         for event in batch.events:
             try:

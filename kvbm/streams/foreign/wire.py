@@ -192,7 +192,7 @@ def decode_batch(payload: bytes, kind: Kind) -> EventBatch:
         message = _MESSAGE(payload)
     except _BAD:
         return _decode_one_by_one(payload, kind)
-    return EventBatch([_said(event) for event in message.events], message.rank)
+    return EventBatch([_said(event, kind) for event in message.events], message.rank)
 
 
 def _decode_one_by_one(payload: bytes, kind: Kind) -> EventBatch:
@@ -218,7 +218,7 @@ def _decode_event(data: bytes, kind: Kind) -> ForeignEvent:
         except _BAD as error:
             why = why or str(error)
         else:
-            return _said(event)
+            return _said(event, kind)
     return _refused(data, is_map, why)
 
 
@@ -239,7 +239,7 @@ def _is_map(data: bytes) -> bool:
     return first & 0xF0 == 0x80 or first in (0xDE, 0xDF)
 
 
-def _said(event: Any) -> ForeignEvent:
+def _said(event: Any, kind: Kind) -> ForeignEvent:
     if isinstance(event, _MapStored | _VllmStored | _SglangStored):
         try:
             return _stored(event)
@@ -250,7 +250,7 @@ def _said(event: Any) -> ForeignEvent:
     if isinstance(event, _MapRemoved | _VllmRemoved | _SglangRemoved):
         owner, group = getattr(event, "ownership", None), getattr(event, "group_idx", None)
         return Removed(event.block_hashes, event.medium or "GPU", owner or "", group or 0)
-    return Cleared()
+    return Cleared(is_all=kind is Kind.SGLANG)  # it empties its host pool with the tree
 
 
 def _stored(event: Any) -> BlocksStored:

@@ -43,6 +43,12 @@ class WaitingEvents {
   std::span<const FrameBody> bodies() const noexcept { return {bodies_.data(), used_}; }
   // They were taken.
   void clear() noexcept { used_ = 0; }
+  // Gives back the memory of spare frames, but for so many in all.
+  void shrink(std::size_t most) noexcept {
+    while (bodies_.size() > most && bodies_.size() > used_) {
+      bodies_.pop_back();
+    }
+  }
 
  private:
   // Where a namespace stands in the table of the frame that used it last.

@@ -1,263 +1,70 @@
-"""Real vLLM processes without kvbm, a bridge, a nats-server and a catalog: what the catalog says is what the engines
-have.
-
-`make test-bridge` runs it. Engines run in the environment of `make test-engines-quick`, everything else in that of
-`make setup`.
-"""
+"""Real vLLM processes, without kvbm and with it: what the catalog says of them is what they have."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import os
 import random
 import signal
 import subprocess
-import sys
-import uuid
-from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import msgspec
 import pytest
 
-from kvbm.assembly import NATIVE, NATIVE_INDEX
-from kvbm.catalog.edge.server import CatalogThread
-from kvbm.catalog.service import ServiceSettings
-from kvbm.core.extra_keys import salted
-from kvbm.core.fold import residency_mix
-from kvbm.core.hashing import sequence_hashes
-from kvbm.core.ids import UNKNOWN, Namespace, Tier
-from kvbm.locate.http import CatalogClient
-from tests.eventually import WAIT_S, eventually
-from tests.servers import free_port, nats_server, start_process
+from kvbm.core.ids import NamespaceId
+from tests.engines.bridge.harness.engines import BLOCK_TOKENS, MODEL, Engine, Models, Prompt
+from tests.engines.bridge.harness.site import Site
+from tests.eventually import eventually
 
-ROOT = Path(__file__).parents[3]
-ENGINE_PYTHON = ROOT / "build" / "engines" / ".venv" / "bin" / "python"
-MODELS = ROOT / "build" / "engines" / "bridge-models"
-BLOCK_TOKENS = 32
-MODEL = "tiny-llama"
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_CI_ENV": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}
-MAKE_MODEL = """
-import sys
-from pathlib import Path
-from tests.engines.vllm.harness import models
-models.llama(Path(sys.argv[1]))
-models.adapter(Path(sys.argv[2]), 5)
-"""
+A_BLOCKS, B_BLOCKS = 64, 24
+BURST = 240  # prompts of 15 blocks: more than the sockets between an engine and a bridge that stands still take
+OWN = "own"  # what the engine with the connector calls itself
+Processes = list[subprocess.Popen[bytes]]
 
 
-class Prompt(NamedTuple):
-    tokens: tuple[int, ...]
-    salt: str = ""
-    lora: str = ""
+class Cluster:
+    """Two engines without kvbm, and a bridge to them."""
 
-    @property
-    def namespace(self) -> Namespace:
-        return Namespace(
-            model=MODEL,
-            block_tokens=BLOCK_TOKENS,
-            revision=UNKNOWN,
-            kv_dtype=UNKNOWN,
-            layout=UNKNOWN,
-            ranks=UNKNOWN,
-            lora=Path(self.lora).name if self.lora else "",
-        )
-
-    def hashes(self) -> bytes:
-        """As a router makes them of tokens, salt and adapter."""
-        extra = salted(self.salt, len(self.tokens) // BLOCK_TOKENS)
-        return sequence_hashes(self.tokens, BLOCK_TOKENS, self.namespace.root(), extra)
-
-
-class Engine:
-    """A vLLM process.
-
-    Attributes:
-        blocks: of its KV cache.
-    """
-
-    def __init__(self, model: Path, log: Path, ports: tuple[int, int], blocks: int, buffer: int = 10_000) -> None:
-        self.ports, self.blocks = ports, blocks
-        setup = {
-            "model": str(model),
-            "endpoint": f"tcp://*:{ports[0]}",
-            "replay": f"tcp://*:{ports[1]}",
-            "hwm": 2,
-            "buffer": buffer,
-            "blocks": blocks,
+    def __init__(self, site: Site, tiny: Models, processes: Processes) -> None:
+        self.site, self._tiny, self._processes = site, tiny, processes
+        self.engines = {
+            "a": Engine(tiny.model, site.folder / "a.log", A_BLOCKS),
+            "b": Engine(tiny.model, site.folder / "b.log", B_BLOCKS, buffer=20),
         }
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | ENVIRONMENT
-        with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                [str(ENGINE_PYTHON), str(Path(__file__).parent / "vllm_engine.py"), json.dumps(setup)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=environment,
-                cwd=log.parent,
-            )
+        processes += [engine.process for engine in self.engines.values()]
+        for engine in self.engines.values():
+            engine.wait_ready()
+        self.begin_bridge()
 
-    def wait_ready(self) -> None:
-        assert self._read() == {"ready": False}, "this engine has kvbm in it"
+    def begin_bridge(self) -> None:
+        self.bridge = self.site.bridge({name: engine.settings for name, engine in self.engines.items()})
+        self._processes.append(self.bridge)
 
-    def ask(self, *prompts: Prompt) -> list[int]:
-        """How many tokens of each were cached."""
-        asks = [{"tokens": one.tokens, "salt": one.salt, "lora": one.lora} for one in prompts]
-        found: list[int] = self._do(do="ask", asks=asks)
-        return found
+    def restart(self, name: str) -> None:
+        """Another process at the same address."""
+        before = self.engines[name]
+        before.kill()
+        blocks, buffer = (A_BLOCKS, 10_000) if name == "a" else (B_BLOCKS, 20)
+        again = Engine(self._tiny.model, self.site.folder / f"{name}.log", blocks, buffer, ports=before.ports)
+        self._processes.append(again.process)
+        self.engines[name] = again
 
-    def reset(self) -> bool:
-        return bool(self._do(do="reset"))
+    def epoch(self, name: str) -> int:
+        found = self.site.client.instance(name)
+        assert found is not None
+        return found.epoch
 
-    def sent(self) -> list[bytes]:
-        """Every batch of events, as it was handed to the publisher."""
-        return [base64.b64decode(data) for data in self._do(do="sent")]
+    def agree(self) -> None:
+        """The catalog, the engines' events and the stream."""
+        for name, engine in self.engines.items():
+            self.site.agrees(name, engine)
+        self.site.verify()
 
-    def _do(self, **command: Any) -> Any:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(command).encode() + b"\n")
-        self.process.stdin.flush()
-        return self._read()
-
-    def _read(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the engine ended with {self.process.wait(WAIT_S)}"
-        return json.loads(line)
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(WAIT_S)
-
-
-def held(batches: list[bytes]) -> set[bytes]:
-    """A fold of every event an engine has sent, by itself: no code of the bridge's, and hashes by hashlib."""
-    ours: dict[int, bytes] = {}
-    copies: Counter[int] = Counter()
-    for batch in batches:
-        for event in msgspec.msgpack.decode(batch)[1]:
-            keys = event.get("block_hashes", [])
-            match event["type"]:
-                case "BlockStored":
-                    namespace = Prompt((), lora=event.get("lora_name") or "").namespace
-                    parent = event.get("parent_block_hash")
-                    before = namespace.root() if parent is None else ours[parent]
-                    for at, key in enumerate(keys):
-                        block = event["token_ids"][at * BLOCK_TOKENS : (at + 1) * BLOCK_TOKENS]
-                        words = (event.get("extra_keys") or [None] * len(keys))[at] or []
-                        salt = words[bool(event.get("lora_name")) :]
-                        extra = b"s" + len(salt[0]).to_bytes(4, "little") + salt[0].encode() if salt else b""
-                        packed = b"".join(token.to_bytes(4, "little") for token in block)
-                        before = hashlib.sha256(before + packed + extra).digest()[:16]
-                        ours[key] = before
-                    copies.update(keys)
-                case "BlockRemoved":
-                    copies.subtract(keys)
-                case "AllBlocksCleared":
-                    copies.clear()
-    return {ours[key] for key, count in copies.items() if count > 0}
-
-
-class Site(NamedTuple):
-    """A catalog, and a bridge that is a process."""
-
-    client: CatalogClient
-    url: str
-    nats_url: str
-    cluster: str
-    folder: Path
-    model: Path
-    adapter: Path
-
-    def bridge(self, engines: dict[str, Engine]) -> subprocess.Popen[bytes]:
-        lines = [f'[instance]\ncluster = "{self.cluster}"\n[nats]\nurl = "{self.nats_url}"']
-        for name, engine in engines.items():
-            endpoint, replay = (f"tcp://127.0.0.1:{port}" for port in engine.ports)
-            lines.append(f'[bridge.sources.{name}]\nendpoint = "{endpoint}"\nreplay = "{replay}"\nmodel = "{MODEL}"')
-        config = self.folder / "bridge.toml"
-        config.write_text("\n".join(lines))
-        command = [sys.executable, "-m", "kvbm", "bridge", "--config", str(config)]
-        return start_process(command, self.folder / "bridge.log", cwd=self.folder)
-
-    def depth(self, name: str, prompt: Prompt) -> int:
-        """Blocks of a prompt that the catalog says an engine has on its GPU."""
-        answer = self.client.lookup(prompt.namespace, prompt.hashes())
-        return next((one.tiers.get("HBM", 0) for one in answer.instances if one.instance == name), 0)
-
-    def agrees(self, name: str, engine: Engine) -> None:
-        """The catalog holds of an engine, block for block, what a fold of all its events holds."""
-        expected = held(engine.sent())
-        digest = f"{sum(residency_mix(Tier.HBM, block) for block in expected) % 2**64:016x}"
-
-        def found() -> tuple[int, str]:
-            one = self.client.instance(name)
-            return (0, "") if one is None or one.excluded else (sum(one.held_blocks.values()), one.digest)
-
-        eventually(lambda: found() == (len(expected), digest), f"{len(expected)} blocks were expected", state=found)
-
-    def verify(self) -> None:
-        """`kvbm-replay verify` finds nothing."""
-        command = [sys.executable, "-m", "kvbm", "replay", "verify", self.nats_url, "--catalog", self.url]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def model() -> tuple[Path, Path]:
-    """A tiny model, and an adapter for it."""
-    assert ENGINE_PYTHON.exists(), "this test needs vLLM; make test-bridge installs it below build/"
-    made = MODELS / "llama", MODELS / "adapter"
-    if not (made[1] / "adapter_config.json").exists():
-        MODELS.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-        subprocess.run(
-            [str(ENGINE_PYTHON), "-c", MAKE_MODEL, *map(str, made)], env=environment, check=True, timeout=280
-        )
-    return made
-
-
-@pytest.fixture
-def site(tmp_path: Path, model: tuple[Path, Path]) -> Iterator[Site]:
-    cluster = f"bridge-{uuid.uuid4().hex[:8]}"
-    with nats_server() as server:
-        settings = ServiceSettings(
-            nats_url=server.url,
-            database_url=f"sqlite+aiosqlite:///{tmp_path / 'catalog.db'}",
-            cluster=cluster,
-            listen="127.0.0.1:0",
-            store_every_s=0.02,
-            liveness_s=60.0,
-        )
-        with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
-            client = CatalogClient(thread.url, WAIT_S / 2)
-            client.wait_ready(WAIT_S)
-            yield Site(client, thread.url, server.url, cluster, tmp_path, *model)
-            client.close()
-
-
-@pytest.fixture
-def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
-    made: list[subprocess.Popen[bytes]] = []
-    yield made
-    for process in made:
-        if process.poll() is None:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
-            process.wait(WAIT_S)
+    def hits(self, name: str, *prompts: Prompt) -> None:
+        """Of each prompt the engine computes exactly what a lookup does not find."""
+        engine = self.engines[name]
+        for prompt in prompts:
+            self.site.agrees(name, engine)
+            depth = self.site.depth(name, prompt)
+            assert engine.ask(prompt) == [depth * BLOCK_TOKENS], (name, prompt[1:])
 
 
 def some(choose: random.Random, blocks: int, **more: str) -> Prompt:
@@ -265,75 +72,191 @@ def some(choose: random.Random, blocks: int, **more: str) -> Prompt:
 
 
 @pytest.mark.timeout(600)
-def test_the_catalog_knows_what_engines_without_kvbm_hold(site: Site, processes: list[subprocess.Popen[bytes]]):
-    choose = random.Random(3)
-    a, b = (
-        Engine(site.model, site.folder / f"{name}.log", (free_port(), free_port()), blocks)
-        for name, blocks in (("a", 64), ("b", 24))
-    )
-    processes += [a.process, b.process]
-    bridge = site.bridge({"a": a, "b": b})
-    processes.append(bridge)
-    for engine in (a, b):
-        engine.wait_ready()
+def test_the_catalog_knows_what_engines_without_kvbm_hold(site: Site, tiny: Models, processes: Processes) -> None:
+    choose, cluster = random.Random(3), Cluster(site, tiny, processes)
+    a, b = cluster.engines["a"], cluster.engines["b"]
+    plain, other = some(choose, 4), some(choose, 6)
+    adapted = other._replace(lora=str(tiny.adapter))
+    prompts = [plain, other, plain._replace(salt="s"), adapted, adapted._replace(salt="t")]
+    strange = [plain._replace(salt="x"), other._replace(salt="s"), plain._replace(lora=str(tiny.adapter))]
 
     # A lookup by tokens says how much of the next request is cached, also with salts and adapters.
-    plain, other = some(choose, 4), some(choose, 6)
-    salted_prompt, adapted = plain._replace(salt="s"), other._replace(lora=str(site.adapter))
-    both = adapted._replace(salt="t")
-    for engine, prompts in ((a, [plain, salted_prompt, adapted, both]), (b, [other])):
-        assert engine.ask(*prompts) == [0] * len(prompts)
-    site.agrees("a", a)
-    site.agrees("b", b)
-    for name, engine in (("a", a), ("b", b)):
-        for prompt in (plain, other, salted_prompt, adapted, both, plain._replace(salt="x"), other._replace(salt="s")):
-            depth = site.depth(name, prompt)
-            assert engine.ask(prompt) == [depth * BLOCK_TOKENS], (name, prompt[1:])
-            site.agrees(name, engine)
-
+    assert a.ask(plain, *prompts[2:]) == [0] * 4
+    assert b.ask(other) == [0]
+    cluster.agree()
+    for name in cluster.engines:
+        assert [site.depth(name, prompt) for prompt in strange] == [0, 0, 0]
+        cluster.hits(name, *prompts, *strange)
     # More than fits: blocks are evicted, and the same prompt comes several times at once.
     for _ in range(4):
         prompt = some(choose, choose.randint(2, 8))
         b.ask(prompt, prompt, some(choose, 3))
-    site.agrees("b", b)
-    last = some(choose, 5)
-    b.ask(last)
-    site.agrees("b", b)
-    assert b.ask(last) == [site.depth("b", last) * BLOCK_TOKENS]
+    cluster.hits("b", prompt, other, plain)
+    cluster.agree()
 
-    # Reset, then killed and started again at the same address.
-    assert a.reset()
-    a.ask(last)  # vLLM tells of a reset with its next step
-    site.agrees("a", a)
-    assert site.depth("a", plain) == 0
-    a.ask(plain)
-    site.agrees("a", a)
-    before = site.client.instance("a")
-    a.kill()
-    again = Engine(site.model, site.folder / "a2.log", a.ports, 64, buffer=10_000)
-    processes.append(again.process)
-    again.wait_ready()
-    again.ask(other)
-    site.agrees("a", again)
-    after = site.client.instance("a")
-    assert before is not None
-    assert after is not None
-    assert after.epoch > before.epoch
-    assert site.depth("a", plain) == 0
-    assert site.depth("a", other) == 6
+    reset(cluster, plain)
+    killed(cluster, plain, other)
+    burst(cluster, choose)
+    bridge_killed(cluster, some(choose, 3), other)
 
-    # A bridge that stands still: what it has not taken is more than the engine keeps.
-    bridge.send_signal(signal.SIGSTOP)
-    for _ in range(12):
-        again.ask(some(choose, 3))
-    bridge.send_signal(signal.SIGCONT)
-    eventually(lambda: site.depth("a", other) == again.ask(other)[0] // BLOCK_TOKENS)
-    site.agrees("a", again)
 
-    # A bridge that is killed.
-    bridge.kill()
-    bridge.wait(WAIT_S)
-    b.ask(some(choose, 3))
-    processes.append(site.bridge({"a": again, "b": b}))
-    site.agrees("b", b)
-    site.verify()
+def reset(cluster: Cluster, plain: Prompt) -> None:
+    for name, engine in cluster.engines.items():
+        engine.ask(plain)
+        assert engine.reset()
+        engine.ask(Prompt((1, 2, 3)))  # vLLM tells of a reset with its next step
+        cluster.site.agrees(name, engine)
+        assert cluster.site.depth(name, plain) == 0
+        cluster.hits(name, plain, plain)
+    cluster.agree()
+
+
+def killed(cluster: Cluster, plain: Prompt, other: Prompt) -> None:
+    """Each is another process at the same address: nothing of what it had is left."""
+    before = {name: cluster.epoch(name) for name in cluster.engines}
+    for name in cluster.engines:
+        cluster.restart(name)
+    for name, engine in cluster.engines.items():
+        engine.wait_ready()
+        engine.ask(other)
+        cluster.site.agrees(name, engine)
+        assert cluster.epoch(name) > before[name]
+        assert [cluster.site.depth(name, prompt) for prompt in (plain, other)] == [0, 6]
+        cluster.hits(name, plain, other)
+    cluster.agree()
+
+
+def burst(cluster: Cluster, choose: random.Random) -> None:
+    """A bridge that stands still loses messages: of the engine that keeps them it hears them later, of the other all
+    that was known is void.
+    """
+    before = {name: cluster.epoch(name) for name in cluster.engines}
+    cluster.bridge.send_signal(signal.SIGSTOP)
+    prompts = [some(choose, 15) for _ in range(BURST)]
+    for engine in cluster.engines.values():
+        for at in range(0, BURST, 8):
+            engine.ask(*prompts[at : at + 8])
+    cluster.bridge.send_signal(signal.SIGCONT)
+    for name, engine in cluster.engines.items():
+        cluster.site.agrees(name, engine)
+    assert cluster.epoch("a") == before["a"]
+    assert cluster.epoch("b") > before["b"], "nothing was lost, so this would prove nothing"
+    cluster.hits("a", *prompts[-3:])
+    cluster.hits("b", *prompts[-3:])
+    cluster.agree()
+
+
+def bridge_killed(cluster: Cluster, fresh: Prompt, other: Prompt) -> None:
+    cluster.bridge.kill()
+    cluster.bridge.wait(60)
+    for engine in cluster.engines.values():
+        engine.ask(fresh)
+    cluster.begin_bridge()
+    cluster.site.agrees("b", cluster.engines["b"])
+    cluster.site.agrees("a", cluster.engines["a"])
+    cluster.hits("b", fresh, other)
+    cluster.hits("a", fresh, other)
+    cluster.agree()
+
+
+class Pair:
+    """An engine without kvbm, and one with the connector whose events the bridge reads, too; they do the same."""
+
+    def __init__(self, site: Site, tiny: Models, processes: Processes) -> None:
+        settings = {
+            "instance.id": OWN,
+            "instance.cluster": site.cluster,
+            "instance.data_dir": str(site.folder / "data"),
+            "nats.url": site.nats_url,
+            "pools.host.slots": 40,
+            "pools.host.huge_pages": "off",
+            "pools.nvme.folder": str(site.folder / "nvme"),
+            "pools.nvme.slots": 300,
+            "onboard.wait_s": 60.0,
+            "publish.engine_events": True,
+        }
+        connector = {
+            "kv_connector": "KvbmConnector",
+            "kv_connector_module_path": "kvbm.engines.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": settings,
+        }
+        self.site = site
+        self.plain = Engine(tiny.model, site.folder / "plain.log", B_BLOCKS)
+        self.own = Engine(tiny.model, site.folder / "own.log", B_BLOCKS, connector=connector)
+        self.engines = {"plain": self.plain, "told": self.own}
+        processes += [engine.process for engine in self.engines.values()]
+        for engine in self.engines.values():
+            engine.wait_ready()
+        processes.append(site.bridge({name: engine.settings for name, engine in self.engines.items()}))
+
+    def ask(self, *prompts: Prompt) -> None:
+        for engine in self.engines.values():
+            engine.ask(*prompts)
+
+    def quiet(self) -> None:
+        for name, engine in self.engines.items():
+            engine.quiet()
+            if name == "plain":
+                self.site.agrees(name, engine)
+
+    def tiers(self, prompt: Prompt) -> dict[str, dict[str, int]]:
+        """Instance → tier → which blocks of a prompt it has there, a bit for each."""
+        site = self.site
+        found = {name: site.present(name, prompt.namespace, prompt.hashes()) for name in self.engines}
+        space, packed = self.own.core("hashes", list(prompt.tokens), prompt.salt)
+        found[OWN] = site.present(OWN, NamespaceId(bytes.fromhex(space)), bytes.fromhex(packed))
+        return found
+
+    def agree(self, prompt: Prompt) -> dict[str, dict[str, int]]:
+        """All three say the same of each block of the prompt."""
+
+        def differences() -> Any:
+            found = self.tiers(prompt)
+            own, told = found[OWN], found["told"]
+            host, nvme = own.get("HOST", 0), own.get("NVME", 0) & ~own.get("HOST", 0)  # in its hottest of these
+            expected = {tier: bits for tier, bits in {**own, "HOST": host, "NVME": nvme}.items() if bits}
+            return None if told == expected and found["plain"].get("HBM", 0) == own.get("HBM", 0) else found
+
+        eventually(lambda: differences() is None, "they say different things of a prompt", state=differences)
+        return self.tiers(prompt)
+
+
+@pytest.fixture
+def pair(site: Site, tiny: Models, processes: Processes) -> Pair:
+    return Pair(site, tiny, processes)
+
+
+@pytest.mark.timeout(600)
+def test_an_engines_own_events_say_of_each_block_what_the_connector_says_itself(pair: Pair, tiny: Models) -> None:
+    """Over a script in which blocks are evicted from HBM and HOST, loaded again, salted and reset."""
+    choose = random.Random(5)
+    prompts = [some(choose, choose.randint(2, 9)) for _ in range(12)]
+    prompts += [prompts[0]._replace(salt="s"), some(choose, 5, salt="t")]
+    seen: set[str] = set()
+    for step in range(6):
+        for prompt in choose.sample(prompts, 4):
+            pair.ask(prompt)
+        pair.quiet()
+        for prompt in prompts:
+            for tiers in pair.agree(prompt).values():
+                seen.update(tiers)
+        if step == 3:
+            assert pair.plain.reset() and pair.own.reset()
+    assert seen == {"HBM", "HOST", "NVME"}
+    # A lookup by tokens says how much of the next request need not be computed, whoever tells of the engine.
+    (model,) = pair.site.models() - {MODEL}
+    adapted = [prompts[2]._replace(lora=str(tiny.adapter)), prompts[3]._replace(lora=str(tiny.adapter), salt="t")]
+    pair.ask(some(choose, 1, lora=str(tiny.adapter)))  # kvbm knows an adapter once its weights are loaded
+    pair.quiet()
+    pair.ask(*adapted)
+    pair.quiet()
+    for prompt in (*prompts, *adapted, some(choose, 3), prompts[1]._replace(salt="x"), adapted[0]._replace(salt="x")):
+        told, plain = pair.site.depth("told", prompt), pair.site.depth("plain", prompt)
+        assert pair.site.depth_by_tokens(OWN, model, prompt) == told, prompt[1:]
+        assert pair.own.ask(prompt) == [told * BLOCK_TOKENS], prompt[1:]
+        assert pair.plain.ask(prompt) == [plain * BLOCK_TOKENS], prompt[1:]
+        pair.quiet()
+        if not prompt.lora:
+            pair.agree(prompt)
+    pair.site.verify()

@@ -1,7 +1,8 @@
 import { AskError, Newest, ask, question } from "../api.js";
 import { small, strip } from "../charts.js";
 import { h, replace } from "../dom.js";
-import { count, many, percent, told } from "../format.js";
+import { clocks, count, many, percent, told } from "../format.js";
+import { stateThen } from "../model.js";
 import { PromptForm, namespaces } from "../prompts.js";
 import { iso } from "../time.js";
 
@@ -52,7 +53,7 @@ export class Block {
     const past = one && keeps ? this.life(one, at) : null;
     if (asked.prefix || at !== null) {
       if (!keeps) throw new AskError(0, "", asked.prefix ? "A part of a hash is found in the history alone" : "There is no history", "give all 32 digits");
-      if (!one) throw new AskError(0, "", "Of an earlier moment, one block at a time is shown", "paste one hash, or go back to now");
+      if (!one) return { then: await this.then(asked, space, at), asked, at };
       return { past: await past, asked, at };
     }
     if (asked.tokens && !space) throw new AskError(0, "", "Token ids are hashed within a namespace", "choose one");
@@ -63,6 +64,20 @@ export class Block {
     const answers = await Promise.all(spaces.map((id) => ask("v1/presence", { ...body, namespace: id })));
     const best = answers.filter((answer) => answer.holders.length);
     return { answers: best.length ? best : answers.slice(0, 1), past: await past, asked, at };
+  }
+
+  // Who held how much of a prompt at a moment.
+  async then(asked, space, at) {
+    if (asked.tokens && !space) throw new AskError(0, "", "Token ids are hashed within a namespace", "choose one");
+    if (asked.hashes && asked.hashes.length > MOST_BLOCKS) throw new AskError(0, "", `These are ${count(asked.hashes.length)} hashes`, `paste ${count(MOST_BLOCKS)} at most`);
+    const prompt = asked.tokens ? { tokens: asked.tokens } : { hashes: asked.hashes.join("") };
+    let namespace = space;
+    if (!namespace) {
+      const { blocks } = await this.life(asked.hashes[0], at);
+      if (blocks.length !== 1) throw new AskError(0, "", blocks.length ? "The first block is of several namespaces" : "The history does not know the first block", "choose the namespace");
+      namespace = blocks[0].namespace;
+    }
+    return ask("v1/history/prompt", { ...prompt, namespace, at: iso(at), limit: 200 });
   }
 
   async life(prefix, at) {
@@ -79,9 +94,9 @@ export class Block {
     }
   }
 
-  draw({ answers, past, asked, at }) {
+  draw({ answers, past, then, asked, at }) {
     this.form.clear();
-    const parts = [];
+    const parts = then ? [this.heldThen(then, at)] : [];
     for (const answer of answers || []) parts.push(this.held(answer, asked, past));
     if (past) {
       for (const block of past.blocks) parts.push(this.lived(block, past, at));
@@ -109,12 +124,27 @@ export class Block {
       asked.hashes && asked.hashes.length > 1 ? h("details", { open: this.isOpen, ontoggle: (event) => { this.isOpen = event.target.open; } }, h("summary", { class: "dim" }, "One block of it"), h("p", { class: "mono" }, asked.hashes.slice(0, 200).map((hash, at) => [at ? " " : "", h("a", { href: `#/block?hash=${hash}&ns=${answer.namespace}`, title: `Block ${at}` }, hash.slice(0, 8))]))) : null);
   }
 
+  heldThen(answer, at) {
+    const { blocks } = answer, rows = [], { byName } = this.app.live;
+    for (const one of answer.holders) {
+      const state = one.last_frame ? stateThen(one, at, byName.get(one.instance)) : { words: "its start is missing", note: "" };
+      one.tiers.forEach((tier, n) => rows.push([n ? "" : h("a", { href: `#/instance/${encodeURIComponent(one.instance)}` }, one.instance), n ? "" : h("span", { title: state.note }, state.words), n ? "" : h("strong", null, `${count(one.depth)} of ${count(blocks)}`),
+        tier.name, `${count(tier.blocks)} of ${count(blocks)}`, strip(bitsOf(tier.held), blocks, tier.name)]));
+    }
+    for (const pool of answer.pools) rows.push([pool.name || "OBJECT, of a start that is missing", "pool of the cluster", "", "OBJECT", `${count(pool.blocks)} of ${count(blocks)}`, strip(bitsOf(pool.held), blocks, "OBJECT")]);
+    return h("section", { class: "panel", "aria-label": "Holders then" },
+      h("header", null, h("h2", null, `Who held the ${many(blocks, "full block")} then, and how deep`), h("code", { class: "dim" }, answer.namespace), answer.more ? h("span", { class: "dim" }, `${count(answer.more)} more instances had some`) : null),
+      small([["Holder"], ["State then"], ["Depth", "num"], ["Tier"], ["Blocks", "num"], ["Which, from the first to the last", "fill"]], rows, "Nobody held any of it then."),
+      answer.holes.length ? h("p", { class: "bad hole" }, `${many(answer.holes.length, "hole")} at this moment: what these instances held is not certain: ${[...new Set(answer.holes.map((hole) => hole.instance))].slice(0, 12).join(", ")}.`) : null,
+      h("p", { class: "dim" }, `Depth is of blocks from the first on, in any tier of the instance, without a hole. What a pool of the cluster had is as it was claimed. ${clocks(answer)}`));
+  }
+
   lived(block, past, at) {
     return h("section", { class: "panel", "aria-label": "Its life" },
       h("header", null, h("h2", null, "Its life"), h("code", null, block.block), h("span", { class: "dim" }, [block.model, block.tenant && `tenant ${block.tenant}`].filter(Boolean).join(" · "))),
       h("p", null, block.held.length ? [at === null ? "Held at the end of the history: " : "Held then: ", block.held.map((one, n) => [n ? "; " : "", h("strong", null, one.instance), ` in ${one.tier} since ${told(one.since)}`])] : at === null ? "Nobody held it at the end of the history." : "Nobody held it then."),
       past.holes.length ? h("p", { class: "bad hole" }, `${many(past.holes.length, "hole")}: events of instances it was at are missing, so its life may be longer than this.`) : null,
-      h("p", { class: "dim" }, past.more ? "Its latest events, the newest first:" : "The newest first:"),
+      h("p", { class: "dim" }, `${clocks(past)} ${past.more ? "Its latest events, the newest first:" : "The newest first:"}`),
       h("ol", { class: "life", reversed: true }, [...block.events].reverse().map((event) => h("li", { class: at !== null && Date.parse(event.time) > at ? "dim" : "" }, h("span", { class: "mono" }, told(event.time)), h("span", { class: `dot ${event.event === "began" || event.event === "claimed" ? "live" : "silent"}` }), h("span", null, h("a", { href: `#/instance/${encodeURIComponent(event.instance)}` }, event.instance), ` ${event.tier} – ${event.sentence}`, h("span", { class: "dim" }, ` epoch ${event.epoch}, offset ${event.offset}`))))));
   }
 }

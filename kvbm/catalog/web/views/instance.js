@@ -1,7 +1,7 @@
 import { AskError, Newest, ask, question } from "../api.js";
 import { histogram, small } from "../charts.js";
 import { h, replace } from "../dom.js";
-import { EXCLUDED, bytes, colourOf, count, isNumber, many, percent, seconds, share, short, told } from "../format.js";
+import { EXCLUDED, bytes, clocks, colourOf, count, isNumber, many, percent, seconds, share, short, told } from "../format.js";
 import { stateThen } from "../model.js";
 import { iso } from "../time.js";
 
@@ -83,12 +83,12 @@ export class Instance {
     const { one, detail, past, changes, seesAll } = answer;
     if (!one) { replace(this.body, h("p", { class: "empty" }, `No instance ${this.name} is known now. An earlier moment may have it.`)); return; }
     this.sub.textContent = [one.cluster && `cluster ${one.cluster}`, one.engine && `${one.engine} ${one.version}`, one.topology.join(" / ")].filter(Boolean).join(" · ");
-    const why = one.excluded ? `${one.excluded}: ${EXCLUDED[one.excluded] || ""}` : "";
+    const why = one.excluded === "stopped" ? EXCLUDED.stopped : one.excluded ? `${one.excluded}: ${EXCLUDED[one.excluded] || ""}` : "";
     const pools = one.pools.map((pool) => {
       const full = pool.slots ? share(pool.held_blocks, pool.slots) : null, free = one.free_slots ? one.free_slots[pool.tier] : null;
       return [pool.tier, pool.name || pool.reach.toLowerCase(), count(pool.slots || null), bytes(pool.block_bytes), count(pool.held_blocks), bytes(pool.held_blocks * pool.block_bytes), fillBar(full, pool.tier), percent(full), count(isNumber(free) ? free : null)];
     });
-    const troubles = [why && h("li", { class: "bad" }, why), one.trouble && h("li", { class: "bad" }, one.trouble), ...one.suspicions.map((text) => h("li", { class: "warn" }, text)), one.partial && h("li", { class: "warn" }, "residencies of it were refused: the catalog is at its capacity")].filter(Boolean);
+    const troubles = [why && h("li", { class: one.excluded === "stopped" ? "" : "bad" }, why), one.trouble && h("li", { class: "bad" }, one.trouble), ...one.suspicions.map((text) => h("li", { class: "warn" }, text)), one.partial && h("li", { class: "warn" }, "residencies of it were refused: the catalog is at its capacity")].filter(Boolean);
     replace(this.body,
       h("div", { class: "cols two" },
         h("section", { class: "panel", "aria-label": "State" }, h("h2", null, "State"), facts([
@@ -123,7 +123,7 @@ export class Instance {
 
   changes(told_) {
     const rows = told_.changes.slice(0, 60).map((one) => [one.tier, one.event, one.cause || "–", count(one.blocks)]);
-    return small([["Tier"], ["Event"], ["Cause"], ["Blocks", "num"]], rows, "Nothing changed.");
+    return [small([["Tier"], ["Event"], ["Cause"], ["Blocks", "num"]], rows, "Nothing changed."), h("p", { class: "dim under" }, clocks(told_))];
   }
 
   epochs(past) {
@@ -139,7 +139,7 @@ export class Instance {
       small([["Tier"], ["Pool"], ["Slots", "num"], ["Block", "num"], ["Held", "num"], ["Bytes", "num"], ["Fill", "fill"], ["", "num"]], one.tiers.map((tier) => [tier.tier, tier.name || "–", count(tier.slots), bytes(tier.block_bytes), count(tier.blocks), bytes(tier.bytes), fillBar(share(tier.blocks, tier.slots), tier.tier), percent(share(tier.blocks, tier.slots))]))));
     this.sub.textContent = past.instances.length ? [`${past.instances[0].engine} ${past.instances[0].version}`, past.instances[0].topology.join(" / ")].filter(Boolean).join(" · ") : "";
     replace(this.body, parts.length ? parts : h("p", { class: "empty" }, "It had not started by then."),
-      past.namespaces.length ? h("section", { class: "panel" }, h("h2", null, "What it held, by namespace"), small([["Tier"], ["Namespace"], ["Model"], ["Tenant"], ["Blocks", "num"], ["Bytes", "num"]], past.namespaces.slice(0, 200).map((one) => [one.tier, h("code", null, one.namespace), one.model ?? "not told", one.tenant || "–", count(one.blocks), bytes(one.bytes)]))) : null,
+      h("p", { class: "dim" }, clocks(past)), past.namespaces.length ? h("section", { class: "panel" }, h("h2", null, "What it held, by namespace"), small([["Tier"], ["Namespace"], ["Model"], ["Tenant"], ["Blocks", "num"], ["Bytes", "num"]], past.namespaces.slice(0, 200).map((one) => [one.tier, h("code", null, one.namespace), one.model ?? "not told", one.tenant || "–", count(one.blocks), bytes(one.bytes)]))) : null,
       this.epochs(past));
   }
 }

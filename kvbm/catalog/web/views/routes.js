@@ -1,8 +1,10 @@
-import { Newest, ask } from "../api.js";
+import { AskError, Newest, ask } from "../api.js";
 import { small } from "../charts.js";
 import { h, replace } from "../dom.js";
-import { EXCLUDED, count, many, seconds } from "../format.js";
+import { EXCLUDED, clocks, count, many, seconds } from "../format.js";
+import { stateThen } from "../model.js";
 import { PromptForm } from "../prompts.js";
+import { iso } from "../time.js";
 
 const PARTS = [["recompute", "recompute_s", "computing what is missing"], ["fetch", "fetch_s", "fetching blocks"], ["queueing", "queueing_s", "waiting"], ["balance", "balance_s", "what was sent there lately"]];
 
@@ -18,6 +20,14 @@ export function why(answer) {
   return `${first} The next, ${next.instance}, costs ${seconds(gap)} more, most of it for ${most[1]} (${seconds(Math.max(0, most[0]))}).`;
 }
 
+// The same of an earlier moment, of which no load is known.
+function whyThen(answer) {
+  const [best, next] = answer.ranked, { without } = answer;
+  const first = `${best.instance} would have cost ${seconds(best.cost_s)}: it had ${count(best.depth)} of ${many(answer.blocks, "block")}${best.fetch_blocks ? `, of which it had to fetch ${count(best.fetch_blocks)}` : ""}, and would have computed ${many(best.missing_tokens, "token")}.`;
+  const other = next ? ` The next, ${next.instance}, ${next.cost_s - best.cost_s > 1e-9 ? `would have cost ${seconds(next.cost_s - best.cost_s)} more` : "would have cost the same"}.` : "";
+  return `${first}${other} One that held nothing would have cost ${seconds(without.cost_s)}.`;
+}
+
 export class Routes {
   constructor(app) {
     this.app = app;
@@ -26,7 +36,7 @@ export class Routes {
     this.phase = h("select", { "aria-label": "Phase" }, ["both", "prefill", "decode"].map((one) => h("option", { value: one }, one)));
     this.form = new PromptForm({ title: "Where a prompt would go", button: "Rank", any: "choose one", placeholder: "Token ids of the prompt, or hashes of its full blocks", more: [h("label", null, "Input tokens (with hashes)", this.tokens), h("label", null, "Latency", this.latency), h("label", null, "Phase", this.phase)], ask: (asked, space) => this.take(asked, space) });
     this.found = h("div", { class: "view" });
-    this.past = h("p", { class: "banner", hidden: true }, "Routes are priced with the loads of now; earlier moments have none.");
+    this.past = h("p", { class: "banner", hidden: true }, "Load then is not recorded: costs are those of idle engines.");
     this.node = h("div", { class: "view" }, this.past, this.form.node, this.found);
     this.asking = new Newest((answer) => this.draw(answer), (error) => { replace(this.found); this.form.fail(error); });
   }
@@ -35,7 +45,10 @@ export class Routes {
 
   leave() { this.asking.drop(); }
 
-  update(_, at) { this.past.hidden = at === null; }
+  update(_, at) {
+    this.past.hidden = at === null;
+    if (this.question && at !== this.question.at) { this.asking.drop(); this.find(at); }
+  }
 
   take(asked, space) {
     if (!space) { this.form.error.textContent = "Choose the namespace that the prompt is of."; return; }
@@ -44,11 +57,38 @@ export class Routes {
     const tokens = Number(this.tokens.value) || (asked.tokens ? asked.tokens.length : asked.hashes.length * size);
     const prompt = asked.tokens ? { tokens: asked.tokens } : { hashes: asked.hashes.join("") };
     this.asking.drop();
-    this.asking.ask(() => ask("v1/route", { ...prompt, namespace: space, input_tokens: tokens, latency: this.latency.value, phase: this.phase.value, remember: false, limit: 100 }));
+    this.question = { prompt: { ...prompt, namespace: space, input_tokens: tokens, latency: this.latency.value }, phase: this.phase.value };
+    this.find(this.app.time.at);
+  }
+
+  find(at) {
+    const { prompt, phase } = this.question;
+    this.question.at = at;
+    if (at === null) { this.asking.ask(() => ask("v1/route", { ...prompt, phase, remember: false, limit: 100 })); return; }
+    this.asking.ask(async () => {
+      if (!this.app.keepsHistory) throw new AskError(0, "", "There is no history", "go back to now");
+      if (phase === "decode") throw new AskError(0, "", "What decoding costs is made of loads, and these are not recorded", "choose another phase, or go back to now");
+      return { then: await ask("v1/history/route", { ...prompt, at: iso(at), limit: 100 }), at };
+    });
+  }
+
+  drawThen(answer, at) {
+    const most = Math.max(1e-9, ...answer.ranked.map((one) => one.cost_s)), { byName } = this.app.live, parts = PARTS.slice(0, 2), left = Object.entries(answer.excluded);
+    const rows = answer.ranked.map((one, n) => [count(n + 1), h("a", { href: `#/instance/${encodeURIComponent(one.instance)}` }, one.instance), seconds(one.cost_s),
+      h("span", { class: "stack", title: parts.map(([name, key]) => `${name} ${seconds(one[key])}`).join(", ") }, parts.map(([name, key]) => h("i", { class: `c-${name}`, style: { width: `${((100 * Math.max(0, one[key])) / most).toFixed(2)}%` } }))),
+      ...parts.map(([, key]) => seconds(one[key])), `${count(one.depth)} / ${count(answer.blocks)}`, count(one.missing_tokens), count(one.fetch_blocks),
+      one.last_frame ? stateThen({ state: "running", last_frame: one.last_frame }, at, byName.get(one.instance)).words : "its start is missing"]);
+    replace(this.found, h("section", { class: "panel", "aria-label": "Why" }, h("h2", null, "Why"), h("p", { class: "why" }, answer.ranked.length ? whyThen(answer) : `Nobody that ran then held any of it. Any instance would have cost ${seconds(answer.without.cost_s)}.`),
+      left.length ? h("ul", { class: "notes" }, left.map(([name, reason]) => h("li", null, h("strong", null, name), ` held some of it and did not run: ${reason}`))) : null,
+      h("ul", { class: "notes" }, answer.not_known.map((one) => h("li", { class: "warn" }, `${one[0].toUpperCase()}${one.slice(1)}.`))),
+      answer.holes.length ? h("p", { class: "bad hole" }, `${many(answer.holes.length, "hole")} at this moment: what instances held is not certain.`) : null, h("p", { class: "dim" }, clocks(answer))),
+    h("section", { class: "panel", "aria-label": "Ranking" }, h("header", null, h("h2", null, "Ranking of idle engines"), h("span", { class: "legend" }, parts.map(([name, , words]) => h("span", null, h("i", { class: `key c-${name}` }), words))), answer.more ? h("span", { class: "dim" }, `${count(answer.more)} more held some`) : null),
+      small([["#", "num"], ["Instance"], ["Cost", "num"], ["Of what", "fill"], ["Compute", "num"], ["Fetch", "num"], ["Depth", "num"], ["Missing tok", "num"], ["Fetched bl", "num"], ["State then"]], rows, "Nobody.")));
   }
 
   draw(answer) {
     this.form.clear();
+    if (answer.then) { this.drawThen(answer.then, answer.at); return; }
     const most = Math.max(1e-9, ...answer.ranked.map((one) => one.cost_s));
     const rows = answer.ranked.map((one, at) => [count(at + 1), h("a", { href: `#/instance/${encodeURIComponent(one.instance)}` }, one.instance), seconds(one.cost_s),
       h("span", { class: "stack", title: PARTS.map(([name, key]) => `${name} ${seconds(one[key])}`).join(", ") }, PARTS.map(([name, key]) => h("i", { class: `c-${name}`, style: { width: `${((100 * Math.max(0, one[key])) / most).toFixed(2)}%` } }))),

@@ -8,7 +8,7 @@ allocates here, nothing is pinned or copied, for not a byte is ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 from kvbm.core.backend import EncodeFrame, Fold, NewFold
 from kvbm.core.codec import FrameBytes, cut_frames
@@ -20,7 +20,6 @@ from kvbm.core.events import (
     BlocksMigrated,
     Event,
     EvictReason,
-    InstanceStarted,
     InstanceStopped,
     MigrateCause,
     PoolStated,
@@ -29,19 +28,12 @@ from kvbm.core.events import (
     StopReason,
 )
 from kvbm.core.fold import TierBlocks
-from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
+from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.results import TierCounts
-from kvbm.streams.foreign.identity import MAX_NAMESPACES
+from kvbm.streams.foreign.blocks import Arrived, Emptied, Gained, Lost
+from kvbm.streams.foreign.declared import DeclaredNamespaces, Said
 
 _TWICE = frozenset({"created-twice", "migrated-twice", "repeated-in-run"})
-
-
-class Said(NamedTuple):
-    """What each start says of the instance."""
-
-    topology: tuple[str, ...] = ()
-    engine: str = ""
-    version: str = ""
 
 
 class _Listing(NamedTuple):
@@ -55,19 +47,17 @@ class _Listing(NamedTuple):
     listed: int
 
 
-class HeldLedger:
-    """See the module. One thread at a time, under the lock of its `LedgerStream`.
+class HeldLedger(DeclaredNamespaces):
+    """See the module. One thread at a time, under the lock of its `LedgerStream`. `bridge.table.TableLedger` is the
+    native implementation.
 
     Args:
         instance: whose events these are.
         pools: its tiers; of how many slots and bytes is not known.
 
     Attributes:
-        overflowed: never; what waits is taken at each turn.
         stopped: nothing is recorded any more.
     """
-
-    overflowed = False
 
     def __init__(
         self,
@@ -77,12 +67,11 @@ class HeldLedger:
         encode_frame: EncodeFrame,
         said: Said,
     ) -> None:
-        self.pools = tuple(pools)
+        super().__init__(pools, said)
         self.applied = Offset(0)
         self.stopped = False
-        self._instance, self._said, self._encode_frame = instance, said, encode_frame
+        self._instance, self._encode_frame = instance, encode_frame
         self._fold: Fold = new_fold()
-        self._namespaces: dict[NamespaceId, Namespace] = {}
         self._waiting: list[Event] = []
         self._digests: list[int] = []
         self._surplus: dict[tuple[Tier, SequenceHash], int] = {}  # how often more a block was gained than it is held
@@ -104,21 +93,19 @@ class HeldLedger:
 
     # -- facts ---------------------------------------------------------------------------------------------------------
 
-    def declare(self, namespace: Namespace) -> bool:
-        """Name a namespace at the next start; whether it was not named before.
-
-        Beyond what a source may have the oldest goes.
-        """
-        if namespace.id in self._namespaces:
-            return False
-        self._namespaces[namespace.id] = namespace
-        if len(self._namespaces) > MAX_NAMESPACES:
-            del self._namespaces[next(iter(self._namespaces))]
-        return True
-
-    def declared(self) -> tuple[NamespaceId, ...]:
-        """The namespaces that were named."""
-        return tuple(self._namespaces)
+    def record(self, fact: Gained | Arrived | Lost | Emptied) -> None:
+        """Record what has changed."""
+        match fact:
+            case Gained(namespace, tier, parent, start, hashes):
+                self.gain(namespace, tier, parent, start, hashes)
+            case Lost(namespace, tier, reason, hashes):
+                self.lose(namespace, tier, reason, hashes)
+            case Arrived(namespace, tier, hashes):
+                self.arrive(namespace, tier, hashes)
+            case Emptied(tier):
+                self.empty(tier)
+            case _:
+                assert_never(fact)
 
     def gain(self, namespace: NamespaceId, tier: Tier, parent: SequenceHash, start: int, hashes: bytes) -> None:
         """A tier has a run of a chain now. What it had already is gained once more, and has to be lost as often."""
@@ -164,6 +151,8 @@ class HeldLedger:
     def lose(self, namespace: NamespaceId, tier: Tier, reason: EvictReason, hashes: bytes) -> None:
         """A tier has these blocks no more."""
         run = self._without_surplus(tier, hashes) if self._surplus else hashes
+        if self._fold.is_cluster(tier):  # where nobody counts, two hashes of the engine's may mean one claim
+            run = b"".join(dict.fromkeys(_split(run)))
         if run:
             if self._listing is not None and self._listing.tier == tier:
                 self._evicted.update(_split(run))
@@ -211,10 +200,7 @@ class HeldLedger:
         self._listing = None
         self._evicted.clear()
         self.applied, self._snapshot = Offset(0), 1
-        started = InstanceStarted(
-            epoch=epoch, pools=self.pools, namespaces=tuple(self._namespaces.values()), **self._said._asdict()
-        )
-        self._record(started)
+        self._record(self.started(epoch))
         listed = dict(held)
         for pool in self._slotless():
             blocks = listed.get(pool.tier, TierBlocks(b"", b"", []))

@@ -1,7 +1,6 @@
-"""A vLLM without kvbm that publishes KV events: run by the engines' own Python, obeys lines of JSON, answers each with
-one.
+"""A vLLM that publishes KV events: run by the engines' own Python, obeys lines of JSON, answers each with one.
 
-It writes down every batch that it hands to its publisher. It imports nothing of this repository.
+It writes down every batch that it hands to its publisher. Without a connector it imports nothing of this repository.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import base64
 import json
 import os
 import sys
+import time
 from typing import Any
 
 SENT: list[bytes] = []
@@ -21,6 +21,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no answer
     write_down()
+    send_little_ahead()
     llm = started(setup)
     print(json.dumps({"ready": "kvbm" in sys.modules}), file=answers, flush=True)
     for line in sys.stdin:
@@ -42,9 +43,26 @@ def write_down() -> None:
     kv_events.ZmqEventPublisher.publish = publish_and_keep
 
 
+def send_little_ahead() -> None:
+    """Let the kernel keep little of what a publisher sends: what a reader does not take is soon beyond the HWM."""
+    import zmq
+
+    bind = zmq.Socket.bind
+
+    def bind_narrow(self: Any, address: str) -> Any:
+        if self.socket_type == zmq.PUB:
+            self.setsockopt(zmq.SNDBUF, 4096)
+        return bind(self, address)
+
+    zmq.Socket.bind = bind_narrow
+
+
 def started(setup: dict[str, Any]) -> Any:
     from vllm import LLM
+    from vllm.config import KVTransferConfig
     from vllm.config.kv_events import KVEventsConfig
+
+    connector = setup["connector"]
 
     events = KVEventsConfig(
         enable_kv_cache_events=True,
@@ -69,6 +87,7 @@ def started(setup: dict[str, Any]) -> Any:
         max_lora_rank=8,
         max_loras=2,
         kv_events_config=events,
+        kv_transfer_config=KVTransferConfig(**connector) if connector else None,
         disable_log_stats=False,
     )
 
@@ -79,8 +98,25 @@ def obey(llm: Any, command: dict[str, Any]) -> Any:
             return ask(llm, command["asks"])
         case "reset":
             return bool(llm.reset_prefix_cache())
+        case "rest":
+            return rest(llm)
+        case "core":
+            from tests.engines.vllm.harness import core_access
+
+            core = llm.llm_engine.engine_core.engine_core
+            return getattr(core_access, command["name"])(core, *command["arguments"])
         case _:
             return [base64.b64encode(data).decode() for data in SENT]
+
+
+def rest(llm: Any) -> bool:
+    """Let the engine finish what it does between requests: a connector's copies end in its steps."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    until_s = time.monotonic() + 60.0
+    while scheduler.has_requests() and time.monotonic() < until_s:
+        llm.llm_engine.step()
+        time.sleep(0.001)
+    return not scheduler.has_requests()
 
 
 def ask(llm: Any, asks: list[dict[str, Any]]) -> list[int]:
