@@ -1,9 +1,11 @@
 """What kvbm costs nats-server itself: bytes, memory and CPU time, for as many instances as you say.
 
     python tools/nats_cost.py --instances 100 --instances 10000
+    python tools/nats_cost.py --instances 100 --flood 10
 
 For each number a fresh nats-server, into which so many instances write a fence each, frames of 256 blocks, and
-heartbeats, which `--readers` follow as catalogs do. Memory and CPU time are those of the server's process.
+heartbeats, which `--readers` follow as catalogs do. Memory and CPU time are those of the server's process. `--flood`:
+then the instances write as fast as the stream takes it, in messages as large as publishers make of frames that wait.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ from kvbm.core.events import BlocksCreated
 from kvbm.core.ids import HASH_BYTES, Epoch, InstanceId, NamespaceId, Offset, Tier
 from kvbm.streams.base import Heartbeat
 from kvbm.streams.nats.stream import NatsStream
+from kvbm.streams.publisher.machine import MESSAGE_BYTES
 from kvbm.streams.server import EmbeddedServer
 
 CLUSTER = "cost"
 BLOCKS = 256
 _AT_ONCE = 200  # messages on their way
 _WAIT_S = 120.0
+_MOST_FLOOD_S = 60.0
 _DICE = random.Random(1)
 
 
@@ -132,6 +136,31 @@ async def measure(server: EmbeddedServer, count: int, frames: int, rounds: int, 
     }
 
 
+async def flood(server: EmbeddedServer, count: int, seconds: float) -> dict[str, float]:
+    """What the stream takes of so many instances together, over one connection."""
+    stream = await NatsStream.connect(server.url, _WAIT_S)
+    one = frame("gpu-0", 0)
+    data = one * (MESSAGE_BYTES // len(one))
+    end_s = time.monotonic() + seconds
+
+    async def publish(name: str, number: int) -> object:
+        return await stream.publish(CLUSTER, InstanceId(name), data, _WAIT_S)
+
+    def wanted() -> Iterable[tuple[str, int]]:
+        at = 0
+        while time.monotonic() < end_s:
+            yield f"gpu-{at % count}", at
+            at += 1
+
+    before, began_s, cpu_s = await stream.state(_WAIT_S), time.monotonic(), processor_s(server.pid)
+    await each(publish, wanted())
+    took_s = time.monotonic() - began_s
+    cpu_s, after = processor_s(server.pid) - cpu_s, await stream.state(_WAIT_S)
+    await stream.close()
+    taken = after.bytes - before.bytes
+    return {"flood_mb_s": taken / took_s / 1e6, "flood_cpu_s_a_gb": cpu_s / taken * 1e9}
+
+
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="What kvbm's events and heartbeats cost a nats-server.")
@@ -139,11 +168,14 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=4, metavar="N", help="of each instance (default 4)")
     parser.add_argument("--heartbeats", type=int, default=10, metavar="N", help="of each instance (default 10)")
     parser.add_argument("--readers", type=int, default=2, metavar="N", help="who follow heartbeats (default 2)")
+    parser.add_argument("--flood", type=float, default=0.0, metavar="SECONDS", help="for so long (default: not)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers there")
     arguments = parser.parse_args()
     counts = arguments.instances or [100, 1000]
     if min(*counts, arguments.frames, arguments.heartbeats) < 1 or arguments.readers < 0:
         parser.error("give numbers of 1 or more (--readers: 0 or more)")
+    if not 0 <= arguments.flood <= _MOST_FLOOD_S:
+        parser.error(f"--flood takes seconds from 0 to {_MOST_FLOOD_S:g}: all of it lies on the disk meanwhile")
     configure_logs(logging.WARNING)
     rows: list[dict[str, float]] = []
     for count in counts:
@@ -152,6 +184,8 @@ def main() -> int:
             try:
                 work = measure(server, count, arguments.frames, arguments.heartbeats, arguments.readers)
                 rows.append(asyncio.run(work))
+                if arguments.flood:
+                    rows[-1] |= asyncio.run(flood(server, count, arguments.flood))
                 rows[-1]["disk_mib"] = sum(path.stat().st_size for path in Path(folder).rglob("*.blk")) / 2**20
             finally:
                 server.stop()

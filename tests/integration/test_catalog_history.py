@@ -8,8 +8,10 @@ import os
 import signal
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,13 +108,14 @@ def settings_of(folder: Path, server: str, within: str, **limits: Any) -> Servic
     )
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("site")
-    settings = settings_of(folder, nats_url, "past", history_waiting=2, history_bytes=64 << 20)
+@contextmanager
+def opened_site(folder: Path, nats_url: str) -> Iterator[Site]:
+    """One in a cluster of its own: a run whose workers take tests from each other opens several on one server."""
+    within = f"past-{uuid.uuid4().hex[:12]}"
+    settings = settings_of(folder, nats_url, within, history_waiting=2, history_bytes=64 << 20)
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread:
         times = [now()]
-        one = Instance(nats_url, "past", "one")
+        one = Instance(nats_url, within, "one")
         one.publish()
         times.append(now())
         one.create(0, 4)
@@ -127,6 +130,12 @@ def site(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Si
         found = Site(thread.url, settings, thread, folder / "archive", folder / "history", times)
         stopped = "SELECT stopped FROM instances"
         eventually(lambda: found.sql(stopped).status == 200 and found.rows(stopped) == [["shutdown"]], "it stopped")
+        yield found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, nats_url: str) -> Iterator[Site]:
+    with opened_site(tmp_path_factory.mktemp("site"), nats_url) as found:
         yield found
 
 
@@ -496,15 +505,20 @@ def children_with(words: str, folder: Path) -> list[int]:
 
 
 def test_the_beginning_of_a_hash_is_asked_for_on_the_command_line(
-    site: Site, nats_url: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, nats_url: str, capsys: pytest.CaptureFixture[str]
 ):
-    """The last test of the site: another instance comes."""
+    with opened_site(tmp_path, nats_url) as site:
+        check_who(site, nats_url, capsys)
+
+
+def check_who(site: Site, nats_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nobody holds the block any more, then another instance does."""
     capsys.readouterr()
     assert catalog_main(["who", "--url", site.url, BLOCK[:8]]) == 0
-    assert capsys.readouterr().out == f"nobody holds a block whose hash begins with {BLOCK[:8]}\n"  # any more
+    assert capsys.readouterr().out == f"nobody holds a block whose hash begins with {BLOCK[:8]}\n"
     assert catalog_main(["who", "--url", site.url, "0" * 8]) == 2
     assert "00000000" in capsys.readouterr().err
-    other = Instance(nats_url, "past", "gpu-1")
+    other = Instance(nats_url, site.settings.cluster, "gpu-1")
     other.create(0, 4)
     other.publish()
     with CatalogClient(site.url, WAIT_S) as client:
