@@ -11,15 +11,15 @@ import io
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from itertools import islice, zip_longest
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import msgspec
 
 from kvbm.core.clock_times import clock_us, first_after, last_at
 from kvbm.core.errors import ConfigError
-from kvbm.core.events import UsageRecorded, UsageRow
-from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Tier
+from kvbm.core.events import InstanceStarted, UsageRecorded, UsageRow
+from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset, Reach, Tier
 
 HOUR_MS = 3_600_000
 LONGEST_STEP_MS = 24 * HOUR_MS  # a longer step of the clock is none that passed: it was set, or the machine slept
@@ -137,6 +137,7 @@ class UsageEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 NUMBERS = 15  # of an entry
 NOTHING = (0,) * NUMBERS
+START = Offset(0)  # where each epoch begins; a UsageRecorded lies behind it
 
 
 def entries_of(instance: InstanceId, epoch: Epoch, offset: Offset, event: UsageRecorded) -> list[UsageEntry]:
@@ -159,6 +160,25 @@ def entries_of(instance: InstanceId, epoch: Epoch, offset: Offset, event: UsageR
     ]
 
 
+def start_of(instance: InstanceId, wall_time_ns: int, event: InstanceStarted) -> UsageEntry | None:
+    """The beginning of an epoch as an entry of no length, for what is used from then on is to be recorded; None: the
+    instance has no slots of its own, as a janitor or a bridge, and records nothing.
+    """
+    if not any(pool.slots and pool.reach is not Reach.CLUSTER for pool in event.pools):
+        return None
+    at_ms = min(wall_time_ns // 1_000_000, _MOST)
+    return UsageEntry(
+        instance=instance,
+        epoch=event.epoch,
+        offset=START,
+        tenant="",
+        since_ms=at_ms,
+        until_ms=at_ms,
+        is_last=False,
+        numbers=NOTHING,
+    )
+
+
 def _numbers(row: UsageRow, block_bytes: Numbers) -> tuple[int, ...]:
     byte_seconds = (held * size // 1000 for held, size in zip(row.block_ms, block_bytes, strict=True))
     counts = (*row.put_blocks, *row.read_blocks, row.saved_tokens, row.unrated_tokens, row.saved_us)
@@ -166,7 +186,7 @@ def _numbers(row: UsageRow, block_bytes: Numbers) -> tuple[int, ...]:
 
 
 class _Stretch(NamedTuple):
-    """A recorded stretch of one instance, in the order of its stream."""
+    """A recorded stretch of one instance, or the beginning of an epoch (`start_of`), in the order of its stream."""
 
     epoch: Epoch
     offset: Offset
@@ -210,12 +230,23 @@ class UsageSums:
     def _gaps(self, since_ms: int, until_ms: int | None) -> Iterator[UsageGap]:
         for instance in sorted(self._stretches, key=str.encode):
             stretches = sorted(self._stretches[instance])
-            found = []
-            for one, following in zip_longest(stretches, stretches[1:]):
+            found, following = list[tuple[int, int | None]](), None
+            for one, before in zip(reversed(stretches), [*reversed(stretches[:-1]), None], strict=True):
                 is_asked = since_ms <= one.until_ms and (until_ms is None or one.until_ms < until_ms)
-                if is_asked and not one.is_last and (following is None or following.since_ms > one.until_ms):
-                    found.append((one.until_ms, None if following is None else following.since_ms))
+                if is_asked and _may_lack(one, before) and (following is None or following > one.until_ms):
+                    found.append((one.until_ms, following))
+                if one.offset != START:
+                    following = one.since_ms
             yield from (gap_of(instance, *gap) for gap in sorted(found, key=lambda gap: gap[0]))
+
+
+def _may_lack(one: _Stretch, before: _Stretch | None) -> bool:
+    """Whether behind it something was used before the next record. At the beginning of an epoch this is so where
+    nothing before it says so already.
+    """
+    if one.offset == START:
+        return before is None or before.is_last
+    return not one.is_last
 
 
 def hour_of(hour: int, tenant: str, sums: Sequence[int]) -> UsageHour:

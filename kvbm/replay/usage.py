@@ -22,6 +22,7 @@ from kvbm.core.usage import (
     end_of_hour,
     entries_of,
     lines_of,
+    start_of,
     unused_lines,
 )
 from kvbm.core.usage import UsageReport as Sums
@@ -104,12 +105,14 @@ def usage_of(
             )
         if isinstance(step, LifeBegins):
             report.notes.append(life_text(key, step))
-        if not isinstance(step, Next) or int.from_bytes(step.located.data[_VERSION_AT], "little") < USAGE_VERSION:
+        if not isinstance(step, Next) or not _may_tell(step):
             continue
         frame, _ = backend.decode_frame(step.located.data)
         for offset, event in enumerate(frame.events, frame.first_offset):
             if isinstance(event, InstanceStarted):
                 known.update(one.tenant for one in event.namespaces)
+                if (began := start_of(frame.instance, frame.wall_time_ns, event)) is not None:
+                    sums.note(began)
             if not isinstance(event, UsageRecorded):
                 continue
             known.update(row.tenant for row in event.rows)
@@ -124,3 +127,9 @@ def usage_of(
     report.hours, report.gaps, report.tenants = found.hours, found.gaps, sorted(known)
     report.notes += unused_lines(report.hours, wanted.tenants or (), known, "the log")
     return report
+
+
+def _may_tell(step: Next) -> bool:
+    """Whether a frame may have usage, or begins an epoch."""
+    version = int.from_bytes(step.located.data[_VERSION_AT], "little")
+    return version >= USAGE_VERSION or not step.frame.first_offset

@@ -31,9 +31,9 @@ from kvbm.cli import catalog_main, replay_main
 from kvbm.config import Settings, load_settings
 from kvbm.core.codec import FrameBytes, decode_frame
 from kvbm.core.errors import ArgumentError
-from kvbm.core.events import UsageRecorded, UsageRow
+from kvbm.core.events import InstanceStarted, UsageRecorded, UsageRow
 from kvbm.core.ids import NO_PARENT, Epoch, InstanceId, Namespace, Offset, Tier
-from kvbm.core.usage import HOUR_MS, UsageReport, UsageSums, begin_of_hour, csv_of, entries_of, time_text
+from kvbm.core.usage import HOUR_MS, UsageReport, UsageSums, begin_of_hour, csv_of, entries_of, start_of, time_text
 from kvbm.erasure.sql import erase_rows, named_tenants
 from kvbm.locate.asynchronous import AsyncCatalogClient
 from kvbm.locate.credentials import CatalogCredentials
@@ -65,12 +65,24 @@ def life(name: str, epoch: int, seed: int, clock: Clock, hours: int, stops: bool
 
 
 def lives() -> list[tuple[str, list[FrameBytes]]]:
-    """Two instances; one is killed, comes back, and stops."""
+    """Two instances, of which one is killed, comes back, and stops; and two that are killed before they have recorded
+    anything, of which one comes back twice.
+    """
     clock = Clock()
     a = life("a", 1, 1, clock, 3, stops=False)
     clock.ms += 1_234_567
     a += life("a", 2, 2, clock, 2, stops=True)
-    return [("a", a), ("b", life("b", 1, 3, Clock(), 4, stops=True))]
+    clock = Clock()
+    c = []
+    for epoch, hours in ((1, 0), (2, 0), (3, 1)):
+        c += life("c", epoch, 4, clock, hours, stops=epoch == 3)
+        clock.ms += 300_000
+    return [
+        ("a", a),
+        ("b", life("b", 1, 3, Clock(), 4, stops=True)),
+        ("c", c),
+        ("d", life("d", 1, 5, Clock(), 0, stops=False)),
+    ]
 
 
 def publish(server: str, within: str, frames: list[tuple[str, list[FrameBytes]]]) -> None:
@@ -91,6 +103,10 @@ def expected_of(told: list[tuple[str, list[FrameBytes]]]) -> UsageReport:
     for name, frames in told:
         for frame in (decode_frame(one.data)[0] for one in frames):
             for offset, event in enumerate(frame.events, frame.first_offset):
+                if isinstance(event, InstanceStarted) and (
+                    began := start_of(InstanceId(name), frame.wall_time_ns, event)
+                ):
+                    sums.note(began)
                 if isinstance(event, UsageRecorded):
                     for entry in entries_of(InstanceId(name), frame.epoch, Offset(offset), event):
                         sums.add(entry)
@@ -139,7 +155,13 @@ def test_a_catalog_and_its_archive_say_the_same_to_the_byte(
         publish(nats_url, cluster, told)
 
         expected = expected_of(told)
-        assert [gap.since for gap in expected.gaps] == ["2026-09-21T16:00:00Z"] and len(expected.hours) > 25
+        begun = time_text(BEGUN_MS)
+        assert [(gap.instance, gap.since, gap.until) for gap in expected.gaps] == [
+            ("a", "2026-09-21T16:00:00Z", "2026-09-21T17:33:54.567Z"),
+            ("c", begun, time_text(BEGUN_MS + 600_000)),
+            ("d", begun, ""),
+        ]
+        assert len(expected.hours) > 25
         eventually(lambda: client.usage(SINCE, UNTIL) == expected, "the catalog has other usage than was published")
         publish(nats_url, cluster, told)  # once more, as a publisher that goes back does
         first = client.usage(SINCE, UNTIL)
@@ -149,8 +171,9 @@ def test_a_catalog_and_its_archive_say_the_same_to_the_byte(
         assert of_acme.gaps == first.gaps  # what was not recorded may be its own
         assert not client.usage("1970-01-01", "1970-01-02").hours
         assert client.usage("0", "2027-12-01") == first  # and not of the month before
-        assert not client.usage(SINCE, "2026-09-21T16:00:00Z").gaps  # where that ends, it was not killed yet
-        assert client.usage("2026-09-21T16:00:00Z", "2026-09-21T17:00:00Z").gaps == first.gaps
+        # where that ends, it was not killed yet
+        assert client.usage(SINCE, "2026-09-21T16:00:00Z").gaps == first.gaps[1:]
+        assert client.usage("2026-09-21T16:00:00Z", "2026-09-21T17:00:00Z").gaps == first.gaps[:1]
         metrics = client.metrics()
         assert 'kvbm_catalog_usage_saved_tokens_total{tenant="acme"}' in metrics
         saved = sum(hour.saved_tokens for hour in first.hours if hour.tenant == "acme")
@@ -164,7 +187,9 @@ def test_a_catalog_and_its_archive_say_the_same_to_the_byte(
     assert gap in words and gap in asked_words
     assert gap in replay_csv(tmp_path / "archive", capsys, "--from", "2026-09-21T16:00:00Z")[1]
     assert gap in replay_csv(tmp_path / "archive", capsys, "--tenant", "acme")[1]
-    assert "not recorded" not in replay_csv(tmp_path / "archive", capsys, "--to", "2026-09-21T16:00:00Z")[1]
+    assert gap not in replay_csv(tmp_path / "archive", capsys, "--to", "2026-09-21T16:00:00Z")[1]
+    assert f"not recorded: d from {begun} on, up to now" in words
+    assert words.replace("kvbm-replay: ", "") == asked_words
     assert csv.count("acme") > 5 and '"a,""b""\n"' in csv
     with CatalogThread(settings, NATIVE, NATIVE_INDEX) as thread, CatalogClient(thread.url, WAIT_S) as client:
         client.wait_ready(WAIT_S)

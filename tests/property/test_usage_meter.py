@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from structlog.testing import capture_logs
@@ -17,13 +17,26 @@ from kvbm.core.codec import Frame, FrameBytes
 from kvbm.core.events import (
     BlocksCreated,
     BlocksMigrated,
+    InstanceStarted,
     InstanceStopped,
     MigrateCause,
+    PoolStated,
     UsageRecorded,
 )
 from kvbm.core.fold import Residencies
-from kvbm.core.ids import HASH_BYTES, UNKNOWN, Epoch, Namespace, NamespaceId, Tier
-from kvbm.core.usage import HOUR_MS, LONGEST_STEP_MS, UsageHour, UsageMeter, UsageSums, csv_of, entries_of
+from kvbm.core.ids import HASH_BYTES, UNKNOWN, Epoch, InstanceId, Namespace, NamespaceId, Offset, Reach, Tier
+from kvbm.core.usage import (
+    HOUR_MS,
+    LONGEST_STEP_MS,
+    UsageEntry,
+    UsageHour,
+    UsageMeter,
+    UsageSums,
+    csv_of,
+    entries_of,
+    gap_of,
+    start_of,
+)
 from kvbm.manager.record.usage_account import UsageAccount, UsagePlan
 from kvbm.manager.revisioned_namespaces import RevisionedNamespaces
 from kvbm.reference.ledger import Ledger
@@ -320,6 +333,41 @@ def test_a_crash_is_a_gap_and_a_clean_stop_is_none():
         sums.report(since_ms=at, until_ms=at + HOUR_MS).gaps for at in range(hour_ms, hour_ms + 5 * HOUR_MS, HOUR_MS)
     ]
     assert tuple(gap for hour in told for gap in hour) == gaps
+
+
+def started(pools: Sequence[PoolStated], epoch: int, at_ms: int) -> UsageEntry | None:
+    event = InstanceStarted(epoch=Epoch(epoch), pools=tuple(pools))
+    return start_of(InstanceId("a"), at_ms * 1_000_000 + 999_999, event)
+
+
+def test_what_was_used_before_the_first_record_is_a_gap():
+    """Marks of epochs beside records, in any order: each time at which nothing covers an instance is told once."""
+    own, at = [PoolStated(Tier.HOST, 8, 64)], BEGUN_MS
+    for records, wanted in (
+        ([], [(at, None)]),  # it goes on, or was killed
+        ([(3, at + 30, at + 40, True)], [(at, at + 30)]),  # killed twice, then whole
+        ([(1, at, at + 5, False), (3, at + 30, at + 40, True)], [(at + 5, at + 30)]),
+        ([(1, at, at + 5, True), (3, at + 30, at + 40, True)], [(at + 10, at + 30)]),  # stopped, killed, whole
+        ([(1, at, at + 5, True), (2, at + 10, at + 12, True), (3, at + 30, at + 40, False)], [(at + 40, None)]),
+        ([(3, at, at + 40, True)], []),  # its epochs were given up: what it counts goes on over them
+    ):
+        entries = [started(own, epoch, at + 10 * begun) for epoch, begun in ((1, 0), (2, 1), (3, 3))]
+        for epoch, since_ms, until_ms, is_last in records:
+            event = UsageRecorded(since_ms=since_ms, until_ms=until_ms, is_last=is_last, block_bytes=(0,) * 4)
+            entries += entries_of(InstanceId("a"), Epoch(epoch), Offset(7), event)
+        for order in (entries, entries[::-1]):
+            sums = UsageSums()
+            for entry in order:
+                assert entry is not None
+                sums.add(entry)
+            told = [gap_of(InstanceId("a"), since, until) for since, until in wanted]
+            assert list(sums.report().gaps) == told, records
+
+
+def test_who_has_no_slots_of_its_own_records_nothing():
+    assert started([], 1, BEGUN_MS) is None
+    assert started([PoolStated(Tier.HBM, 0, 0)], 1, BEGUN_MS) is None  # a bridge
+    assert started([PoolStated(Tier.OBJECT, 9, 64, Reach.CLUSTER, "s3")], 1, BEGUN_MS) is None  # a janitor
 
 
 def test_names_of_tenants_come_out_of_csv_as_they_went_in():

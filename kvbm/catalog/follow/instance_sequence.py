@@ -47,7 +47,7 @@ from kvbm.core.chain_statement import ATTRIBUTE
 from kvbm.core.codec import UNKNOWN_DIGEST, VERSION, ScannedFrame
 from kvbm.core.events import InstanceStarted
 from kvbm.core.ids import Epoch, InstanceId, NamespaceId, Offset
-from kvbm.core.usage import UsageEntry, entries_of
+from kvbm.core.usage import UsageEntry, entries_of, start_of
 from kvbm.safe_log import RateLimitedLog
 from kvbm.streams.base import (
     ORIGIN,
@@ -683,6 +683,8 @@ class InstanceSequence:
             state=InstanceStatus.LIVE,
         )
         changes.chains[self._id] = event.attributes.get(ATTRIBUTE, b"")
+        if (began := start_of(self._id, frame.wall_time_ns, event)) is not None:
+            changes.usages.append((changes.at, began))
         for namespace in event.namespaces:
             changes.namespaces.append(
                 (changes.at, NamespaceRow(id=namespace.id, fields=namespace, first_seen_ns=frame.wall_time_ns))

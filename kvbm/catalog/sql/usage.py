@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, delete, exists, false, func, insert, literal, null, or_, select, tuple_, update
+from sqlalchemy import and_, delete, exists, false, func, insert, literal, null, or_, select, true, tuple_, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from kvbm.catalog.sql import tables
 from kvbm.core.ids import InstanceId
-from kvbm.core.usage import HOUR_MS, MOST_GAPS, UsageEntry, UsageGap, UsageHour, gap_of, hour_of
+from kvbm.core.usage import HOUR_MS, MOST_GAPS, START, UsageEntry, UsageGap, UsageHour, gap_of, hour_of
 
 PAGE_ROWS = 5000  # hours of tenants in an answer, about: whole hours are given
 _PAGE_HOURS = 1000
@@ -89,7 +89,7 @@ async def read_gaps(connection: AsyncConnection, wanted: UsageWanted) -> list[Us
     """Times of which instances have recorded nothing that begin within what is wanted, by instance and time, at most
     MOST_GAPS; of all tenants.
     """
-    table, later = tables.usage, tables.usage.alias("later")
+    table = tables.usage
     place = (table.c.instance, table.c.epoch, table.c.event_offset)
     stretches = (
         select(*place, table.c.since_ms, table.c.until_ms, table.c.is_last)
@@ -98,30 +98,16 @@ async def read_gaps(connection: AsyncConnection, wanted: UsageWanted) -> list[Us
         .distinct()
         .subquery()
     )
-    order = (stretches.c.epoch, stretches.c.event_offset, stretches.c.since_ms)
-    following = func.lead(stretches.c.since_ms).over(partition_by=stretches.c.instance, order_by=order)
-    ordered = select(stretches, following.label("following")).subquery()
-    behind = (  # it may end anywhere behind what is wanted
-        select(later.c.since_ms)
-        .where(
-            later.c.instance == ordered.c.instance,
-            tuple_(later.c.epoch, later.c.event_offset) > tuple_(ordered.c.epoch, ordered.c.event_offset),
-        )
-        .order_by(later.c.epoch, later.c.event_offset, later.c.since_ms)
-        .limit(1)
-        .correlate(ordered)
-        .scalar_subquery()
-    )
     ends = (
-        select(
-            ordered.c.instance,
-            ordered.c.until_ms,
-            func.coalesce(ordered.c.following, behind).label("following"),
-        )
+        select(stretches.c.instance, stretches.c.until_ms, _following(stretches).label("following"))
         .where(
-            ordered.c.is_last == false(),
-            ordered.c.until_ms >= wanted.since_ms,
-            ordered.c.until_ms < wanted.until_ms,
+            or_(
+                and_(stretches.c.event_offset != START, stretches.c.is_last == false()),
+                # what begins an epoch says so only where nothing before it does
+                and_(stretches.c.event_offset == START, func.coalesce(_was_last(stretches), true()) == true()),
+            ),
+            stretches.c.until_ms >= wanted.since_ms,
+            stretches.c.until_ms < wanted.until_ms,
         )
         .subquery()
     )
@@ -133,6 +119,39 @@ async def read_gaps(connection: AsyncConnection, wanted: UsageWanted) -> list[Us
     )
     found = [gap_of(InstanceId(row[0]), row[1], row[2]) for row in await connection.execute(asked)]
     return sorted(found, key=lambda gap: gap.instance.encode())
+
+
+def _following(one: Any) -> Any:
+    """Where the next record behind a stretch begins; it may lie anywhere behind what is wanted."""
+    later = tables.usage.alias("later")
+    return (
+        select(later.c.since_ms)
+        .where(
+            later.c.instance == one.c.instance,
+            later.c.event_offset != START,
+            tuple_(later.c.epoch, later.c.event_offset) > tuple_(one.c.epoch, one.c.event_offset),
+        )
+        .order_by(later.c.epoch, later.c.event_offset, later.c.since_ms)
+        .limit(1)
+        .correlate(one)
+        .scalar_subquery()
+    )
+
+
+def _was_last(one: Any) -> Any:
+    """Whether the stretch before one was the last of its epoch; none: there is no stretch before."""
+    earlier = tables.usage.alias("earlier")
+    return (
+        select(earlier.c.is_last)
+        .where(
+            earlier.c.instance == one.c.instance,
+            tuple_(earlier.c.epoch, earlier.c.event_offset) < tuple_(one.c.epoch, one.c.event_offset),
+        )
+        .order_by(earlier.c.epoch.desc(), earlier.c.event_offset.desc(), earlier.c.since_ms.desc())
+        .limit(1)
+        .correlate(one)
+        .scalar_subquery()
+    )
 
 
 async def delete_before(connection: AsyncConnection, before_ms: int) -> int:
