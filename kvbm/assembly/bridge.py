@@ -51,6 +51,7 @@ log = SafeLog()
 
 _ASKERS = 16  # of the stream, at the start
 _SEEK_S = 2.0  # between asks where an engine's events are
+_CLOSE_S = 5.0
 _MOST_JOURNAL_BYTES = 256 << 20  # of one source, while the stream takes nothing
 
 
@@ -67,10 +68,9 @@ def run_bridge(settings: Settings, goes_on: Callable[[], bool] = lambda: True, r
     zmq = zmq_module()
     to_standard_error(log_style(settings.log))
     with ExitStack() as opened:
-        context = zmq.Context()
-        opened.callback(context.destroy, 0)
         url = nats_url(settings, opened)
-        engines = _Engines(zmq, context, settings, url)
+        engines = _Engines(zmq, settings, url)
+        opened.callback(engines.close)
         sources = engines.open_known()
         finder = _Finder(engines, {name: one for name, one in settings.bridge.sources.items() if _is_sought(one)})
         opened.callback(finder.close)
@@ -108,10 +108,11 @@ def _is_sought(source: SourceSettings) -> bool:
 
 
 class _Engines:
-    """Makes the sources of engines, and their instances. Any thread."""
+    """Makes the sources of engines, and their instances, one engine after the other. Any thread."""
 
-    def __init__(self, zmq: Any, context: Any, settings: Settings, url: str) -> None:
-        self._zmq, self._context, self._settings, self._url = zmq, context, settings, url
+    def __init__(self, zmq: Any, settings: Settings, url: str) -> None:
+        self._zmq, self._context, self._settings, self._url = zmq, zmq.Context(), settings, url
+        self._opening, self._is_closed = threading.Lock(), False
         self._tenants = TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file)
 
     def open_known(self) -> list[BridgedSource]:
@@ -121,6 +122,20 @@ class _Engines:
 
     def open(self, engines: Iterable[tuple[str, SourceSettings]]) -> list[BridgedSource]:
         """Sources of engines, one for each of their ranks, whose streams have begun. Raises what says why not."""
+        with self._opening:  # for as long as the stream is waited for, at most
+            if self._is_closed:
+                raise ConfigError("the bridge has ended; start it again")
+            return self._open(engines)
+
+    def close(self) -> None:
+        """Open no more. ZeroMQ is left to the process where an engine is just being opened, as `_Finder.close` says."""
+        if not self._opening.acquire(timeout=_CLOSE_S):
+            return
+        self._is_closed = True
+        self._opening.release()
+        self._context.destroy(0)
+
+    def _open(self, engines: Iterable[tuple[str, SourceSettings]]) -> list[BridgedSource]:
         ranks: list[_Rank] = []
         try:
             for name, source in engines:
@@ -167,10 +182,16 @@ class _Finder:
             return []
 
     def close(self) -> None:
-        """Seek no more."""
+        """Seek no more. A server that is just being asked is left behind after a while; what it says is not used."""
         self._end.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
+            if self._thread.is_alive():
+                remedy = "none: it ends with the process"
+                log.warning("bridge.thread_left", sought=list(self.sought), after_s=_CLOSE_S, remedy=remedy)
+        self._close_found()
+
+    def _close_found(self) -> None:
         while left := self.take():
             for source in left:
                 source.close(0.0)
@@ -179,13 +200,24 @@ class _Finder:
         while self.sought and not self._end.is_set():
             for name, source in list(self.sought.items()):
                 try:
-                    self._found.put(self._engines.open([(name, _as_found(source, find(source.endpoint)))]))
+                    self._seek(name, source)
                 except KvbmError as error:
                     self._remark(name, str(error))
-                else:
-                    del self.sought[name]
-                    log.info("bridge.engine_found", source=name)
+                except Exception as error:  # noqa: BLE001  the thread goes on: others are sought, and this one again
+                    self._remark(name, f"{type(error).__name__} {error}".strip())
             self._end.wait(_SEEK_S)
+
+    def _seek(self, name: str, source: SourceSettings) -> None:
+        """Open the source of one server. Raises what says why not."""
+        found = _as_found(source, find(source.endpoint))
+        if self._end.is_set():
+            return
+        opened = self._engines.open([(name, found)])
+        del self.sought[name]
+        self._found.put(opened)
+        if self._end.is_set():  # nobody may take them any more
+            self._close_found()
+        log.info("bridge.engine_found", source=name)
 
     def _remark(self, name: str, why: str) -> None:
         if self._said.get(name) != why:

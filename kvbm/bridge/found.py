@@ -13,12 +13,13 @@ import msgspec
 import urllib3
 from msgspec import Meta
 
+from kvbm.bridge.asks import BoundedHttp
 from kvbm.core.errors import KvbmError
 from kvbm.streams.foreign.events import MAX_BLOCK_TOKENS
 
 PATH = "/server_info"
 _MOST_BYTES = 16 << 20
-_ANSWER_S = 5.0
+_CONNECT_S, _ANSWER_S = 2.0, 5.0
 _Text = Annotated[str, Meta(max_length=4096)]
 
 
@@ -58,18 +59,17 @@ _INFO, _EVENTS = msgspec.json.Decoder(_Info), msgspec.json.Decoder(_Events)
 def find(url: str) -> FoundEngine:
     """Ask a server. Raises NotFoundError."""
     at = url.rstrip("/") + PATH
+    http = BoundedHttp(_CONNECT_S, _ANSWER_S, _MOST_BYTES)
     try:
-        response = urllib3.request(
-            "GET", at, timeout=urllib3.Timeout(connect=2.0, read=_ANSWER_S), retries=False, preload_content=False
-        )
-        try:
-            status, body = response.status, response.read(_MOST_BYTES)
-        finally:
-            response.close()
+        status, body = http.ask("GET", at)
     except urllib3.exceptions.HTTPError as error:
         raise NotFoundError(f"{at} does not answer ({type(error).__name__})") from None
+    finally:
+        http.close()
     if status != 200:
         raise NotFoundError(f"{at} answers {status}")
+    if len(body) > _MOST_BYTES:
+        raise NotFoundError(f"{at} answers with more than {_MOST_BYTES} bytes; is that SGLang?")
     return read_server_info(body, url)
 
 

@@ -31,7 +31,9 @@ from kvbm.streams.foreign.identity import ForeignSource, Homes
 
 
 class ForeignTable(Protocol):
-    """The native table. A call holds the GIL from its beginning to its end, so every thread sees whole messages."""
+    """The native table. Any thread: a call has the table for itself from its beginning to its end, so every thread sees
+    whole messages; one of much work is without the GIL meanwhile.
+    """
 
     @property
     def is_empty(self) -> bool: ...
@@ -97,7 +99,6 @@ class TableBlocks(NamedBlocks):
     def __init__(self, source: ForeignSource, table: ForeignTable, takes_messages: bool) -> None:
         super().__init__(source)
         self._table, self._takes_messages = table, takes_messages
-        self._stored = self._removed = 0  # by events
         self._named = 0  # namespaces that the table knows
 
     @property
@@ -114,12 +115,12 @@ class TableBlocks(NamedBlocks):
     @property
     def stored(self) -> int:
         """Blocks that events have told of."""
-        return self._stored + self._table.counts()[4]
+        return super().stored + self._table.counts()[4]
 
     @property
     def removed(self) -> int:
         """The same."""
-        return self._removed + self._table.counts()[5]
+        return super().removed + self._table.counts()[5]
 
     @property
     def is_empty(self) -> bool:
@@ -157,23 +158,17 @@ class TableBlocks(NamedBlocks):
             self._homes, self._named = Homes(self._source), 0
 
     def _store(self, event: BlocksStored) -> Iterator[Fact]:
-        tier = self.tier(event.medium, event.ownership)
-        if tier is None or not event.keys:
+        home = self.home(event)
+        if home is None:
             return
-        count, size = len(event.keys), event.block_tokens
-        self._stored += count
-        is_new = len(self._homes.all)
-        number = self._homes.number(event.lora, event.group, size)
-        if number is None:
-            self._counts[EventRefusal.BEYOND] += count
-            return
-        for home in self._homes.all[self._named :]:
-            space = home.namespace
-            self._table.name(space.id, home.root, space.kv_group, space.block_tokens, not space.lora)
+        tier, number, is_new = home
+        for named in self._homes.all[self._named :]:
+            space = named.namespace
+            self._table.name(space.id, named.root, space.kv_group, space.block_tokens, not space.lora)
             self._named += 1
-        if len(self._homes.all) > is_new:
+        if is_new:
             yield NamespaceNamed(self._homes.all[number].namespace)
-        width = event.width or size
+        count, width = len(event.keys), event.width or event.block_tokens
         tokens = event.tokens if len(event.tokens) == count * width else ()
         try:
             self._table.store(number, tier, event.keys, event.parent, tokens, width, event.extra)

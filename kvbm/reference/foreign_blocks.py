@@ -49,14 +49,10 @@ class ForeignBlocks(NamedBlocks):
 
     Args:
         hash_tokens: `sequence_hashes` or its native implementation.
-
-    Attributes:
-        stored, removed: blocks that events have told of.
     """
 
     def __init__(self, source: ForeignSource, hash_tokens: SequenceHashes) -> None:
         super().__init__(source)
-        self.stored = self.removed = 0
         self._hash_tokens = hash_tokens
         self._known: dict[_Remembered, bytes] = {}
         # Of the known, those that no tier holds, the longest gone first: a plain dict finds its first slowly
@@ -117,22 +113,16 @@ class ForeignBlocks(NamedBlocks):
     # -- stored -------------------------------------------------------------------------------------------------------
 
     def _store(self, event: BlocksStored) -> Iterator[Fact]:
-        tier = self.tier(event.medium, event.ownership)
-        if tier is None or not event.keys:
+        home = self.home(event)
+        if home is None:
             return
-        count, size = len(event.keys), event.block_tokens
-        self.stored += count
-        is_new = len(self._homes.all)
-        number = self._homes.number(event.lora, event.group, size)
-        if number is None:
-            self.counts[EventRefusal.BEYOND] += count
-            return
-        if len(self._homes.all) > is_new:
+        tier, number, is_new = home
+        if is_new:
             yield NamespaceNamed(self._homes.all[number].namespace)
         keys: Sequence[_Remembered] = event.keys
         if event.group:
             keys = [(event.group, key) for key in event.keys]
-        width = event.width or size
+        count, width = len(event.keys), event.width or event.block_tokens
         before = self._before(event, number) if len(event.tokens) == count * width else None
         if before is None:
             yield from self._store_known(tier, keys)
@@ -227,7 +217,7 @@ class ForeignBlocks(NamedBlocks):
             return
         tier = self.tier(event.medium, event.ownership)
         if tier is not None:
-            self.removed += len(event.keys)
+            self._removed += len(event.keys)
             yield from self._remove_from(tier, event)
 
     def _remove_anywhere(self, event: Removed) -> Iterator[Fact]:
@@ -235,7 +225,7 @@ class ForeignBlocks(NamedBlocks):
 
         One that is not known counts for nothing: such engines also name blocks that were never full.
         """
-        self.removed += len(event.keys)
+        self._removed += len(event.keys)
         for tier in OWN_TIERS:
             bit = _COLDER.get(tier, 0)
             held = [key for key in event.keys if self._is_held((event.group, key) if event.group else key, bit)]

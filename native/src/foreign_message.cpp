@@ -11,6 +11,9 @@ namespace {
 constexpr std::size_t kMostEvents = std::size_t{1} << 16;
 constexpr std::size_t kMostKeys = std::size_t{1} << 20;
 constexpr std::size_t kMostTokens = std::size_t{1} << 24;
+// Of all events of a message: what is read of it takes 288 MiB at most.
+constexpr std::size_t kMostKeysOfAll = std::size_t{1} << 22;
+constexpr std::size_t kMostTokensOfAll = std::size_t{1} << 25;
 constexpr std::size_t kMostKeyLength = 64;
 constexpr std::uint64_t kMostBlockTokens = std::uint64_t{1} << 16;
 
@@ -341,7 +344,8 @@ class EventReader {
   }
 
   bool read_keys(ForeignEvent& event) {
-    if (!reader_.array(event.key_count) || event.key_count > kMostKeys) {
+    if (!reader_.array(event.key_count) || event.key_count > kMostKeys ||
+        event.first_key + event.key_count > kMostKeysOfAll) {
       return false;
     }
     keys_.resize(event.first_key + event.key_count);
@@ -354,7 +358,8 @@ class EventReader {
   }
 
   bool read_tokens(ForeignEvent& event) {
-    if (!reader_.array(event.token_count) || event.token_count > kMostTokens) {
+    if (!reader_.array(event.token_count) || event.token_count > kMostTokens ||
+        event.first_token + event.token_count > kMostTokensOfAll) {
       return false;
     }
     tokens_.resize(event.first_token + event.token_count);

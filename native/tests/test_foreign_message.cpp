@@ -134,6 +134,31 @@ void what_says_nothing_is_passed_over() {
   CHECK(read.read(cleared) && read.events()[0].kind == ForeignEvent::Kind::kCleared);
 }
 
+// A message of so many removed events of 2^20 blocks each.
+Buffer removed_often(int events) {
+  constexpr std::size_t kKeys = std::size_t{1} << 20;
+  Buffer out;
+  put(out, {0x93, 0xCB, 0x3F, 0xF8, 0, 0, 0, 0, 0, 0, 0x90 | events});
+  for (int event = 0; event < events; ++event) {
+    put(out, {0x82});
+    put(out, "type");
+    put(out, "BlockRemoved");
+    put(out, "block_hashes");
+    put(out, {0xDD, 0, 0x10, 0, 0});
+    out.resize(out.size() + kKeys);
+  }
+  put(out, {0});
+  return out;
+}
+
+void a_large_message_is_read_while_its_keys_are_not_too_many() {
+  ForeignMessage read;
+  CHECK(read.read(removed_often(4)));
+  CHECK(read.events().size() == 4);
+  CHECK(read.keys(read.events()[3]).size() == std::size_t{1} << 20);
+  CHECK(!read.read(removed_often(5)));
+}
+
 }  // namespace
 
 int main() {
@@ -142,5 +167,7 @@ int main() {
       {"what is cut or has something behind it is not read", what_is_cut_or_has_something_behind_it_is_not_read},
       {"what is unusual is not read", what_is_unusual_is_not_read},
       {"what says nothing is passed over", what_says_nothing_is_passed_over},
+      {"a large message is read while its keys are not too many",
+       a_large_message_is_read_while_its_keys_are_not_too_many},
   });
 }

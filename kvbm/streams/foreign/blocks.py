@@ -18,6 +18,7 @@ from kvbm.core.errors import KvbmError
 from kvbm.core.events import EvictReason
 from kvbm.core.ids import Namespace, NamespaceId, SequenceHash, Tier
 from kvbm.streams.foreign.events import (
+    BlocksStored,
     Cleared,
     EventRefusal,
     ForeignEvent,
@@ -110,13 +111,37 @@ class EngineBlocks(Protocol):
     def drop(self, forgets: bool) -> None: ...
 
 
+class BlocksHome(NamedTuple):
+    """Where blocks of a stored event are.
+
+    Attributes:
+        number: of their namespace, among the source's.
+        is_new: no blocks of that namespace have come before.
+    """
+
+    tier: Tier
+    number: int
+    is_new: bool
+
+
 class NamedBlocks:
     """What is known of a source's namespaces, tiers and refusals, however its blocks are kept."""
 
     def __init__(self, source: ForeignSource) -> None:
         self._counts: Counter[EventRefusal] = Counter()
+        self._stored = self._removed = 0
         self._source = source
         self._homes = Homes(source)
+
+    @property
+    def stored(self) -> int:
+        """Blocks that events have told of."""
+        return self._stored
+
+    @property
+    def removed(self) -> int:
+        """The same."""
+        return self._removed
 
     def refuse(self, reason: EventRefusal) -> None:
         """Count what counts for nothing."""
@@ -144,6 +169,19 @@ class NamedBlocks:
             return Tier.OBJECT
         self.refuse(EventRefusal.NO_POOL)
         return None
+
+    def home(self, event: BlocksStored) -> BlocksHome | None:
+        """Where the blocks of an event are; None, and counted: they count for nothing."""
+        tier = self.tier(event.medium, event.ownership)
+        if tier is None or not event.keys:
+            return None
+        self._stored += len(event.keys)
+        known = len(self._homes.all)
+        number = self._homes.number(event.lora, event.group, event.block_tokens)
+        if number is None:
+            self._counts[EventRefusal.BEYOND] += len(event.keys)
+            return None
+        return BlocksHome(tier, number, len(self._homes.all) > known)
 
     def refuse_event(self, event: RefusedEvent) -> None:
         """Count it. Raises Uncertain: it may have said that blocks are gone."""

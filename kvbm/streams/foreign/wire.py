@@ -162,6 +162,7 @@ class _RawMapMessage(msgspec.Struct, gc=False):
     attn_dp_rank: int | None = None
 
 
+_WHOLE_BYTES = 1 << 20  # a message that is decoded in one go; of a larger one other threads have turns between events
 _Decode = Callable[[bytes], Any]
 
 
@@ -188,6 +189,8 @@ def decode_batch(payload: bytes, kind: Kind) -> EventBatch:
     if len(payload) > MAX_BATCH_BYTES:
         why = f"a message of {len(payload)} bytes; at most {MAX_BATCH_BYTES} are read"
         raise ForeignEventError(EventRefusal.UNREADABLE, why)
+    if len(payload) > _WHOLE_BYTES:
+        return _decode_one_by_one(payload, kind)
     try:
         message = _MESSAGE(payload)
     except _BAD:

@@ -14,7 +14,7 @@
 
 namespace kvbm {
 
-inline constexpr std::size_t kMostMessageBytes = std::size_t{1} << 20;  // of one that is read here
+inline constexpr std::size_t kMostMessageBytes = std::size_t{64} << 20;  // of one that is read here
 
 // What one event says.
 struct ForeignEvent {
