@@ -40,6 +40,7 @@ from kvbm.core.policy import Share
 from kvbm.core.stays import StayFold
 from kvbm.core.usage import NewUsageMeter
 from kvbm.engines.vllm.forwards import Touches
+from kvbm.engines.vllm.tier_blocks import NewTierBlocks
 from kvbm.pools.hbm import copy_queue
 from kvbm.pools.hbm.paged import SegmentCopies
 from kvbm.pools.hbm.rings import Ring
@@ -70,6 +71,7 @@ decode_blocks: DecodeBlocks
 def sequence_hashes_batch(
     prompts: Sequence[Sequence[int] | np.ndarray], block_tokens: int, roots: bytes | Sequence[bytes]
 ) -> list[bytes]: ...
+def packed_tokens(tokens: Sequence[int] | np.ndarray) -> bytes: ...
 def decode_columns(data: bytes, at: int = 0, limit: int | None = None) -> tuple[FrameColumns, int]: ...
 def random_lines_ns(bytes: int, lines: int, snapshots: int, seed: int) -> list[float]: ...
 def residency_mix(tier: int, block_hash: bytes) -> int: ...
@@ -86,6 +88,7 @@ def peer_open_proof(root: bytes, reader_nonce: bytes, owner_nonce: bytes, namesp
 Arena: NewArena
 BlockAges: NewAges
 ForeignLedger: NewForeignTable
+TierBlocks: NewTierBlocks
 UsageMeter: NewUsageMeter
 LendingServer: NewLendingServer
 PeerTls: native.NewPeerTls

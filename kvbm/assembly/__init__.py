@@ -24,7 +24,9 @@ from kvbm.assembly.native import (
     device_rings,
     hash_prompts,
     last_touches,
+    packed_tokens,
     segment_copies,
+    tier_blocks,
 )
 from kvbm.assembly.pools import instance_folder, journal_folder, nvme_paths, open_objects, pod_file
 from kvbm.assembly.recorded import RecordedEvent, RecordedLog, open_log, what_if
@@ -68,11 +70,13 @@ __all__ = [
     "open_manager",
     "open_objects",
     "open_replica",
+    "packed_tokens",
     "pod_file",
     "run_catalog",
     "run_gc",
     "segment_copies",
     "serve_metrics",
     "stream_credentials",
+    "tier_blocks",
     "what_if",
 ]

@@ -169,6 +169,16 @@ void bind_hashing(nb::module_& module, const SharedErrors& errors) {
       nb::arg("tokens"), nb::arg("block_tokens"), nb::arg("root"), nb::arg("extra_keys") = nb::tuple(),
       "Chain-hash the full blocks of a token sequence: T // block_tokens hashes, packed, 16 bytes each.");
   module.def(
+      "packed_tokens",
+      [errors, token_column](nb::handle tokens) {
+        return translated(errors, [&] {
+          const Tokens column(tokens, token_column);
+          const auto span = column.span();
+          return nb::bytes(span.data(), span.size_bytes());
+        });
+      },
+      nb::arg("tokens"), "Token ids as u32, little-endian, packed.");
+  module.def(
       "derived_hashes",
       [errors](nb::handle root, nb::handle digests) {
         return translated(errors, [&] { return hash_derived(root, digests); });

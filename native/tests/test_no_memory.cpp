@@ -6,6 +6,7 @@
 
 #include "check.hpp"
 #include "kvbm/copy_queue.hpp"
+#include "kvbm/tier_blocks.hpp"
 #include "ledgers.hpp"
 
 using namespace kvbm;
@@ -304,6 +305,52 @@ void a_run_of_which_a_part_is_recorded_is_held_by_nobody() {
   }
 }
 
+// Blocks of some runs, which are learned, told and forgotten.
+void what_was_told_of_blocks_stays_as_it_was() {
+  constexpr std::uint32_t kRunBlocks = 40;
+  TierBlocks blocks(64, 7);
+  std::size_t failed = 0;
+  std::size_t told_blocks = 0;
+  std::size_t ended_runs = 0;
+  const auto step = [&](std::uint8_t tier) {
+    std::vector<TierBlocks::Told> told;
+    std::vector<std::uint64_t> ended;
+    long allocations = 0;
+    for (; !done(allocations, [&] { blocks.choose_due(); }); ++allocations) {
+    }
+    const Buffer tiers(blocks.due(), tier);
+    const std::size_t held = blocks.blocks();
+    for (allocations = 0; !done(allocations, [&] { blocks.change(tiers, told, ended); }); ++allocations) {
+      CHECK(blocks.blocks() == held && blocks.due() == tiers.size() && told.empty() && ended.empty());
+      ++failed;
+    }
+    for (const TierBlocks::Told& one : told) {
+      told_blocks += one.is_held ? one.end - one.begin : 0;
+    }
+    ended_runs += ended.size();
+  };
+  for (std::uint32_t run = 0; run < 60; ++run) {
+    const Buffer hashes = numbered(run * kRunBlocks, kRunBlocks);
+    std::vector<Bytes> digests;
+    for (std::uint32_t at = 0; at < kRunBlocks; ++at) {
+      digests.push_back(Bytes(hashes).subspan(at * kHashBytes, kHashBytes));
+    }
+    const std::size_t before = blocks.blocks();
+    std::optional<TierBlocks::Learned> learned;
+    for (long allocations = 0; !done(allocations, [&] { learned = blocks.learn(hashes, digests, 0); }); ++allocations) {
+      CHECK(blocks.blocks() == before && blocks.digests() == before);
+      ++failed;
+    }
+    CHECK(learned && learned->run == run && learned->end == kRunBlocks);
+    step(1);
+  }
+  CHECK(told_blocks == 60 * kRunBlocks && failed > 100);
+  while (blocks.blocks() > 0) {
+    step(TierBlocks::kAbsent);
+  }
+  CHECK(ended_runs == 60 && blocks.digests() == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -311,5 +358,6 @@ int main() {
       {{"a queue copies nothing that it has refused", a_queue_copies_nothing_that_it_has_refused},
        {"no two namespaces have one number", no_two_namespaces_have_one_number},
        {"a ledger loses no slot, pin or event", a_ledger_loses_nothing_by_any_policy},
-       {"a run of which a part is recorded is held by nobody", a_run_of_which_a_part_is_recorded_is_held_by_nobody}});
+       {"a run of which a part is recorded is held by nobody", a_run_of_which_a_part_is_recorded_is_held_by_nobody},
+       {"what was told of blocks stays as it was", what_was_told_of_blocks_stays_as_it_was}});
 }

@@ -5,13 +5,24 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from kvbm.assembly import tier_blocks
 from kvbm.core.ids import HASH_BYTES, Tier, split_hashes
 from kvbm.engines.vllm import tier_events
 from kvbm.engines.vllm.reach import ABSENT
 from kvbm.engines.vllm.requests import KvGroup
+from kvbm.engines.vllm.tier_blocks import NewTierBlocks
 from kvbm.engines.vllm.tier_events import GroupRun, TierEvents, ToldBlocks
+from kvbm.reference.tier_blocks import TierBlocks
 
 GROUP = KvGroup(0, 4, 4)
+
+
+@pytest.fixture(params=[TierBlocks, tier_blocks], ids=["readable", "native"])
+def new(request: pytest.FixtureRequest) -> NewTierBlocks:
+    made: NewTierBlocks = request.param
+    return made
 
 
 def ours(*numbers: int) -> bytes:
@@ -48,17 +59,20 @@ def test_a_run_has_all_that_an_event_says() -> None:
     assert (large.digests, large.parent, list(large.tokens)) == ([b"\3", b"\5"], b"\1", list(range(8, 24)))
 
 
-def test_a_run_has_what_its_hashes_are_made_of_besides_tokens() -> None:
+def test_a_run_has_what_its_hashes_are_made_of_besides_tokens(new: NewTierBlocks) -> None:
     def keys(request: Any, begin: int, end: int, block_tokens: int) -> list[Any]:
         return [("salt", at * block_tokens) for at in range(begin, end)]
 
-    assert TierEvents(Tiers().holders, keys).run_of(request(6), GROUP, 2, 4).extra_keys == [("salt", 8), ("salt", 12)]
-    assert TierEvents(Tiers().holders).run_of(request(6), GROUP, 2, 4).extra_keys is None
+    assert TierEvents(Tiers().holders, new, keys).run_of(request(6), GROUP, 2, 4).extra_keys == [
+        ("salt", 8),
+        ("salt", 12),
+    ]
+    assert TierEvents(Tiers().holders, new).run_of(request(6), GROUP, 2, 4).extra_keys is None
 
 
-def test_blocks_that_changed_together_are_one_event_and_holes_are_not_filled() -> None:
+def test_blocks_that_changed_together_are_one_event_and_holes_are_not_filled(new: NewTierBlocks) -> None:
     tiers, run = Tiers(), GroupRun.of(request(5), GROUP, 0, 5)
-    events = TierEvents(tiers.holders)
+    events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, 0, 1, 3)
     events.learn(ours(0, 1, 2, 3, 4), run)
     assert events.take() == [ToldBlocks(run, 0, 2, Tier.HOST, True), ToldBlocks(run, 3, 4, Tier.HOST, True)]
@@ -69,9 +83,9 @@ def test_blocks_that_changed_together_are_one_event_and_holes_are_not_filled() -
     assert events.take() == [ToldBlocks(run, 0, 2, Tier.NVME, True), ToldBlocks(run, 0, 2, Tier.HOST, False)]
 
 
-def test_what_is_gone_is_told_once_and_can_come_back() -> None:
+def test_what_is_gone_is_told_once_and_can_come_back(new: NewTierBlocks) -> None:
     tiers, run = Tiers(), GroupRun.of(request(2), GROUP, 0, 2)
-    events = TierEvents(tiers.holders)
+    events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, 0, 1)
     events.learn(ours(0, 1), run)
     assert events.take() == [ToldBlocks(run, 0, 2, Tier.HOST, True)]
@@ -85,12 +99,12 @@ def test_what_is_gone_is_told_once_and_can_come_back() -> None:
     assert events.take() == [ToldBlocks(run, 1, 2, Tier.NVME, True)]
 
 
-def test_of_a_long_prompt_that_is_known_only_what_is_new_is_kept() -> None:
+def test_of_a_long_prompt_that_is_known_only_what_is_new_is_kept(new: NewTierBlocks) -> None:
     def keys(request: Any, begin: int, end: int, block_tokens: int) -> list[Any]:
         return [("salt", at) for at in range(begin, end)]
 
     tiers = Tiers()
-    events = TierEvents(tiers.holders, keys)
+    events = TierEvents(tiers.holders, new, keys)
     tiers.put(Tier.HOST, *range(9))
     events.learn(ours(*range(2, 8)), events.run_of(request(9), GROUP, 2, 8))
     events.take()
@@ -106,9 +120,9 @@ def test_of_a_long_prompt_that_is_known_only_what_is_new_is_kept() -> None:
     assert sum(len(run.tokens) for run in events._runs.values()) <= 64
 
 
-def test_objects_are_told_of_as_such() -> None:
+def test_objects_are_told_of_as_such(new: NewTierBlocks) -> None:
     tiers, run = Tiers(), GroupRun.of(request(2), GROUP, 0, 2)
-    events = TierEvents(tiers.holders)
+    events = TierEvents(tiers.holders, new)
     tiers.put(Tier.NVME, 0)
     tiers.put(Tier.OBJECT, 1)
     events.learn(ours(0, 1), run)
@@ -117,9 +131,9 @@ def test_objects_are_told_of_as_such() -> None:
     assert events.take() == [ToldBlocks(run, 0, 1, Tier.OBJECT, True), ToldBlocks(run, 0, 1, Tier.NVME, False)]
 
 
-def test_objects_are_told_of_as_the_engines_own_where_listeners_know_no_owners() -> None:
+def test_objects_are_told_of_as_the_engines_own_where_listeners_know_no_owners(new: NewTierBlocks) -> None:
     tiers, run = Tiers(), GroupRun.of(request(2), GROUP, 0, 2)
-    events = TierEvents(tiers.holders, objects_as=Tier.NVME)
+    events = TierEvents(tiers.holders, new, objects_as=Tier.NVME)
     tiers.put(Tier.NVME, 0)
     tiers.put(Tier.OBJECT, 1)
     events.learn(ours(0, 1), run)
@@ -128,12 +142,12 @@ def test_objects_are_told_of_as_the_engines_own_where_listeners_know_no_owners()
     assert events.take() == []  # who listens has it under the same word
     tiers.clear()
     assert events.take() == [ToldBlocks(run, 0, 2, Tier.NVME, False)]
-    assert not events._known and not events._runs and not events._copies
+    assert not events._blocks.blocks and not events._runs and not events._blocks.digests
 
 
-def test_what_a_run_had_is_let_go_with_its_last_block() -> None:
+def test_what_a_run_had_is_let_go_with_its_last_block(new: NewTierBlocks) -> None:
     tiers, run = Tiers(), GroupRun.of(request(3), GROUP, 0, 3)
-    events = TierEvents(tiers.holders)
+    events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, 0, 1)
     events.learn(ours(0, 1, 1), run)  # the third is the second again, and the fourth of no matter
     events.take()
@@ -142,13 +156,13 @@ def test_what_a_run_had_is_let_go_with_its_last_block() -> None:
     assert len(events._runs) == 1
     del tiers[ours(1)]
     events.take()
-    assert not events._runs and not events._left and not events._known
+    assert not events._runs and not events._blocks.blocks
 
 
-def test_all_are_looked_at_in_turn(monkeypatch: Any) -> None:
+def test_all_are_looked_at_in_turn(new: NewTierBlocks, monkeypatch: Any) -> None:
     monkeypatch.setattr(tier_events, "_A_STEP", 4)
     tiers, run = Tiers(), GroupRun.of(request(10), GROUP, 0, 10)
-    events = TierEvents(tiers.holders)
+    events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, *range(10))
     events.learn(ours(*range(10)), run)
     events.take()
@@ -158,10 +172,12 @@ def test_all_are_looked_at_in_turn(monkeypatch: Any) -> None:
         assert [told for look in looks for told in look] == [ToldBlocks(run, gone, gone + 1, Tier.HOST, False)]
 
 
-def test_after_a_clearing_all_is_told_again_in_turn_and_what_is_gone_is_told_as_such(monkeypatch: Any) -> None:
+def test_after_a_clearing_all_is_told_again_in_turn_and_what_is_gone_is_told_as_such(
+    new: NewTierBlocks, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(tier_events, "_A_STEP", 4)
     tiers, run = Tiers(), GroupRun.of(request(10), GROUP, 0, 10)
-    events = TierEvents(tiers.holders)
+    events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, *range(6))
     tiers.put(Tier.NVME, *range(6, 10))
     events.learn(ours(*range(10)), run)
@@ -178,9 +194,9 @@ def test_after_a_clearing_all_is_told_again_in_turn_and_what_is_gone_is_told_as_
     assert [events.take() for _ in range(5)] == [[]] * 5
 
 
-def test_blocks_of_two_tenants_under_one_hash_are_told_once_and_gone_with_the_last() -> None:
+def test_blocks_of_two_tenants_under_one_hash_are_told_once_and_gone_with_the_last(new: NewTierBlocks) -> None:
     tiers, first, second = Tiers(), GroupRun.of(request(2), GROUP, 0, 2), GroupRun.of(request(2), GROUP, 0, 2)
-    events = TierEvents(tiers.holders)
+    events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, 0, 1)
     events.learn(ours(0, 1), first)
     assert events.take() == [ToldBlocks(first, 0, 2, Tier.HOST, True)]
@@ -193,12 +209,12 @@ def test_blocks_of_two_tenants_under_one_hash_are_told_once_and_gone_with_the_la
     assert events.take() == [ToldBlocks(first, 0, 1, Tier.NVME, False), ToldBlocks(second, 0, 1, Tier.HOST, False)]
     del tiers[ours(11)]
     assert events.take() == [ToldBlocks(second, 1, 2, Tier.HOST, False)]
-    assert not events._known and not events._copies
+    assert not events._blocks.blocks and not events._blocks.digests
 
 
-def test_what_one_tenant_loses_and_another_gains_in_one_step_stays() -> None:
+def test_what_one_tenant_loses_and_another_gains_in_one_step_stays(new: NewTierBlocks) -> None:
     tiers, first, second = Tiers(), GroupRun.of(request(1), GROUP, 0, 1), GroupRun.of(request(1), GROUP, 0, 1)
-    events = TierEvents(tiers.holders)
+    events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, 0)
     events.learn(ours(0), first)
     events.take()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
@@ -16,7 +17,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from kvbm.core.ids import Tier
 from kvbm.engines.vllm.tier_events import ToldBlocks
 
-_INT_BYTES = 8  # of a hash that events have as an integer
+_INT_BYTES, _INT = 8, ">u8"  # the end of a hash, which events have as an integer
 _MEDIA = {Tier.HOST: MEDIUM_CPU, Tier.NVME: MEDIUM_STORAGE, Tier.OBJECT: MEDIUM_STORAGE}
 
 
@@ -64,11 +65,15 @@ def _salts_of(request: Any, begin: int, end: int, block_tokens: int) -> Sequence
 
 def _in_events(digests: Sequence[Any]) -> list[Any]:
     """Hashes as vLLM's events have them. vLLM's own function looks the form up for each: here the first tells it."""
-    first = maybe_convert_block_hash(digests[0])
-    if not isinstance(first, int):
-        return [maybe_convert_block_hash(digest) for digest in digests]
-    found = [int.from_bytes(digest[-_INT_BYTES:], "big") for digest in digests]
-    return found if found[0] == first else [maybe_convert_block_hash(digest) for digest in digests]
+    first, size = maybe_convert_block_hash(digests[0]), len(digests[0])
+    if isinstance(first, int) and size % _INT_BYTES == 0:
+        packed = b"".join(digests)
+        if len(packed) == size * len(digests):
+            words = size // _INT_BYTES
+            found: list[Any] = np.frombuffer(packed, _INT)[words - 1 :: words].tolist()
+            if found[0] == first:
+                return found
+    return [maybe_convert_block_hash(digest) for digest in digests]
 
 
 def kv_event(told: ToldBlocks, kinds: Sequence[LayerKind], ownership: str = "") -> BlockStored | BlockRemoved:
@@ -88,7 +93,7 @@ def kv_event(told: ToldBlocks, kinds: Sequence[LayerKind], ownership: str = "") 
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=maybe_convert_block_hash(parent) if parent else None,
-        token_ids=list(run.tokens[begin * group.block_tokens : end * group.block_tokens]),
+        token_ids=run.tokens[begin * group.block_tokens : end * group.block_tokens].tolist(),
         block_size=group.block_tokens,
         lora_id=run.lora[0] if run.lora else None,
         lora_name=run.lora[1] if run.lora else None,

@@ -19,14 +19,19 @@ from kvbm.core.ids import UNKNOWN, Namespace
 from kvbm.streams.foreign.wire import Kind, decode_batch
 from tests.engines.bridge.harness.engines import BLOCK_TOKENS, Models, Prompt
 from tests.engines.bridge.harness.pages import (
+    BRIDGE,
+    COMMANDS,
     HBM_BLOCKS,
     HOST_BYTES,
     MODEL,
+    SERVE,
+    SERVE_LLM_D,
+    SERVE_PLAIN,
     Pages,
     Router,
     Worker,
     block_with,
-    command_of,
+    commands_of,
     complete,
 )
 from tests.engines.bridge.harness.site import Site
@@ -42,7 +47,6 @@ pytestmark = pytest.mark.timeout(1200)  # five engines start with the first test
 PAGES = ("bridge.md", "routers.md")
 PROMPT_BLOCKS = 8
 HERE = str(Path(__file__).relative_to(ROOT))
-NEEDS_A_GPU = "it needs a GPU"
 SMALLER = {"8589934592": str(HOST_BYTES)}
 SPACE = Namespace(
     model=MODEL, block_tokens=BLOCK_TOKENS, revision=UNKNOWN, kv_dtype=UNKNOWN, layout=UNKNOWN, ranks=UNKNOWN
@@ -79,11 +83,9 @@ def followed(tiny: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     heard = context.socket(zmq.SUB)
     heard.setsockopt(zmq.SUBSCRIBE, b"")
     heard.bind(f"tcp://127.0.0.1:{port}")
-    serve = command_of(block_with("routers.md", "vllm serve", "replay_endpoint"), "vllm serve")
+    serve = SERVE.text
     off = serve.replace('"publish.engine_events": true', '"publish.engine_events": false')
-    llm_d = command_of(block_with("routers.md", "vllm serve", "llm-d-router"), "vllm serve")
-    llm_d = llm_d.replace("llm-d-router:5557", f"127.0.0.1:{port}")
-    plain = command_of(block_with("bridge.md", "vllm serve"), "vllm serve")
+    llm_d = SERVE_LLM_D.text.replace("llm-d-router:5557", f"127.0.0.1:{port}")
     assert off != serve
     with closing(pages):
         made = Followed(
@@ -93,7 +95,7 @@ def followed(tiny: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             Worker(pages, "off", off, "10.0.0.11", SMALLER),
             Worker(pages, "llm-d", llm_d, "", SMALLER),
             heard,
-            Worker(pages, "plain", plain, "10.0.0.10", {}),
+            Worker(pages, "plain", SERVE_PLAIN.text, "10.0.0.10", {}),
         )
         for worker in (made.one, made.two, made.off, made.llm_d, made.plain):
             worker.wait_ready()
@@ -125,12 +127,17 @@ def in_host_alone(worker: Worker, choose: random.Random, count: int, salt: str =
     return prompts
 
 
-def test_each_command_of_the_pages_is_run_here_or_needs_a_gpu() -> None:
-    """Others' settings are checked, and the rest runs, in tests/integration/test_pages.py."""
+def test_each_command_of_the_pages_is_run_here_or_read_by_sglang() -> None:
+    """SGLang's is read in tests/engines/sglang/test_kv_events.py: it needs a GPU. Others' settings are checked, and the
+    rest runs, in tests/integration/test_pages.py.
+    """
+    written = []
     for page in PAGES:
         for block in blocks(ROOT / "docs" / page):
             if block.language == "sh":
                 assert block.kind == "not run" and HERE in block.words, f"{block.place}: {block.words}"
+                written += commands_of(block)
+    assert sorted(written) == sorted(command.text for command in COMMANDS)
 
 
 def test_prompts_go_to_the_worker_that_holds_them_in_host_alone(
@@ -268,8 +275,7 @@ def test_a_lookup_says_what_the_next_request_finds_cached_where_the_bridge_runs_
 ) -> None:
     ranks = Ranks()
     (site.folder / "bridge.toml").write_text(settings_here(site, followed.plain, ranks))
-    command = command_of(block_with("bridge.md", "kvbm bridge"), "kvbm bridge")
-    bridge = start_process([sys.executable, "-m", *command.split()], site.folder / "bridge.log", cwd=site.folder)
+    bridge = start_process([sys.executable, "-m", *BRIDGE.text.split()], site.folder / "bridge.log", cwd=site.folder)
     try:
         prompts = [*some(choose, 2), *some(choose, 1, salt="pepper")]  # all of them, and one more, fit into HBM
         for prompt in prompts:

@@ -22,7 +22,7 @@ from kvbm.core.extra_keys import salted
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import UNKNOWN, Namespace
 from tests.catalog_site import Running, run_catalog
-from tests.engines.bridge.harness.pages import block_with, command_of
+from tests.engines.bridge.harness.pages import SERVE_SGLANG
 from tests.engines.sglang.harness.radix import CONFIG, RadixCache
 from tests.eventually import WAIT_S, eventually
 from tests.nats_fixture import cluster, nats_url  # noqa: F401
@@ -53,7 +53,7 @@ class Engine(NamedTuple):
 
 def page_arguments() -> Any:
     """Those of SGLang's command in docs/bridge.md, as SGLang reads them."""
-    words = shlex.split(command_of(block_with("bridge.md", "sglang.launch_server"), "python -m sglang.launch_server"))
+    words = shlex.split(SERVE_SGLANG.text)
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
     return parser.parse_args(words[3:])

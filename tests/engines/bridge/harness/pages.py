@@ -44,12 +44,40 @@ def block_with(page: str, *words: str) -> Block:
     return found
 
 
-def command_of(block: Block, program: str) -> str:
-    """A block's command that begins so, its lines joined. Raises ValueError: there is none, or several."""
+def commands_of(block: Block) -> list[str]:
+    """A block's commands, the lines of each joined."""
     lines = re.sub(r"\\\n\s*", "", block.text)
-    found = re.findall(rf"^{re.escape(program)}(?:[^'\n]|'[^']*')*", lines, re.MULTILINE)
-    (only,) = found
-    return str(only)
+    return re.findall(r"^(?!#)(?:[^'\n]|'[^']*')+", lines, re.MULTILINE)
+
+
+class Command(NamedTuple):
+    """A command that is run as it stands on a page.
+
+    Attributes:
+        page: below docs. program: what it begins with.
+        words: that its block has beside it, and no other one of the page with that program.
+    """
+
+    page: str
+    program: str
+    words: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Raises ValueError: there is none, or several."""
+        found = commands_of(block_with(self.page, self.program, *self.words))
+        (only,) = (one for one in found if one.startswith(self.program))
+        return only
+
+
+SERVE = Command("routers.md", "vllm serve", ("replay_endpoint",))
+SERVE_LLM_D = Command("routers.md", "vllm serve", ("llm-d-router",))
+SERVE_PLAIN = Command("bridge.md", "vllm serve")
+ROUTER = Command("routers.md", "vllm-router")
+INDEXER = Command("routers.md", "python -m dynamo.indexer")
+BRIDGE = Command("bridge.md", "kvbm bridge")
+SERVE_SGLANG = Command("bridge.md", "python -m sglang.launch_server")  # it needs a GPU: SGLang's parser reads it
+COMMANDS = (SERVE, SERVE_LLM_D, SERVE_PLAIN, SERVE_SGLANG, ROUTER, INDEXER, BRIDGE)
 
 
 class Router(NamedTuple):
@@ -166,7 +194,7 @@ class Pages:
     def router(self, workers: list[Worker]) -> Router:
         """The page's vllm-router, with other workers of the page's two addresses."""
         port, metrics, folder = free_port(), free_port(), self._fresh("router")
-        text = self.here(command_of(block_with("routers.md", "vllm-router"), "vllm-router"), workers)
+        text = self.here(ROUTER.text, workers)
         text = text.replace("--port 8000", f"--port {port} --prometheus-port {metrics}")
         process, log = self.begin(text, folder), folder / "log"
         url = f"http://127.0.0.1:{port}"
@@ -176,7 +204,7 @@ class Pages:
     def indexer(self, workers: list[Worker]) -> Callable[[Prompt], dict[int, dict[str, int]]]:
         """The page's dynamo.indexer; gives who asks it: worker → tier → blocks of a prompt."""
         port, folder = free_port(), self._fresh("indexer")
-        text = self.here(command_of(block_with("routers.md", "dynamo.indexer"), "python -m dynamo.indexer"), workers)
+        text = self.here(INDEXER.text, workers)
         text = text.replace("--port 8090", f"--port {port}").replace("python ", f"{ROUTERS_PYTHON} ", 1)
         process, log = self.begin(text, folder), folder / "log"
 
