@@ -419,6 +419,13 @@ class CatalogClient(TokenQuestions):
         page = self._get(f"/v1/instances?name={_quoted(instance)}", InstancesAnswer)
         return next((found for found in page.instances if found.instance == instance), None)
 
+    def has_forgotten(self, instance: InstanceId | str) -> bool | None:
+        """Whether the catalog does not know an instance because it has forgotten it, as InstancesAnswer has it; None
+        where it does not tell.
+        """
+        page = self._get(f"/v1/instances?name={_quoted(instance)}", InstancesAnswer)
+        return None if page.forgotten is None else instance in page.forgotten
+
     def ask_snapshot(self, instance: InstanceId | str) -> bool:
         """Ask an instance to take a snapshot of what it holds; whether it has heard.
 
