@@ -51,6 +51,7 @@ from kvbm.core.errors import (
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.history_answers import HistoryBlock, HistoryBlocks
 from kvbm.core.ids import HASH_BYTES, MAX_NAME_BYTES, InstanceId, Namespace, NamespaceId
+from kvbm.core.overview import TenantsTold
 from kvbm.core.prompt_batches import PromptBatch
 from kvbm.core.prompt_tokens import PromptTokens, checked_prompt
 from kvbm.core.questions import (
@@ -498,6 +499,14 @@ class CatalogClient(TokenQuestions):
             if not answer.next:
                 return UsageReport(hours=tuple(hours), gaps=tuple(gaps))
             following = [f"next={quote(answer.next, safe='')}"]
+
+    def tenants(self) -> TenantsTold:
+        """What tenants have in object pools and what they may have, as the overview has it. Over HTTP.
+
+        Up to ten seconds old.
+        """
+        self._over_http()
+        return self._get("/v1/overview", TenantsTold)
 
     def ready(self) -> ReadyAnswer:
         """Whether the catalog's answers are complete, and what does not work."""
