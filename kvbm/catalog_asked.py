@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -117,7 +118,7 @@ def namespace_and_hashes(
         )
     secrets = TenantSecrets(settings.catalog.tenant_secrets, settings.catalog.tenant_secrets_file)
     if namespace.tenant and namespace.tenant not in secrets:
-        raise ConfigError(_no_secret(client, namespace, secrets))
+        raise ConfigError(_no_secret(namespace.tenant, settings.catalog.tenant_secrets_file))
     secret = secrets[namespace.tenant].encode() if namespace.tenant in secrets else b""
     hashes = client.hashes(namespace, secret, prompt.tokens)
     if not hashes:
@@ -127,19 +128,23 @@ def namespace_and_hashes(
     return namespace, hashes
 
 
-def _no_secret(client: Catalog, namespace: Namespace, secrets: TenantSecrets) -> str:
-    """That tokens cannot be hashed for a tenant, what to give, and which namespaces of the model need nothing more."""
-    others = [
-        one
-        for one in client.namespaces()
-        if one.fields.model == namespace.model and (not one.fields.tenant or one.fields.tenant in secrets)
-    ]
-    listed = "; or one of these with --namespace" + _list_of(others) if others else ""
+def _no_secret(tenant: str, path: str) -> str:
+    """That tokens cannot be hashed for a tenant, and what to give. `path` is that of the file of secrets, or ""."""
+    entry = f'[tenants.{_toml_key(tenant)}] and below it secret = "…"'
+    if path:
+        where, what = f"neither in catalog.tenant_secrets nor in {path}", f"write there {entry}"
+    else:
+        where = "not in catalog.tenant_secrets, and no catalog.tenant_secrets_file is set"
+        what = f"give --set catalog.tenant_secrets_file=FILE, in which stands {entry}"
     return (
-        f"tokens of tenant {namespace.tenant!r} are hashed with its secret, which is not in catalog.tenant_secrets or "
-        "its file; give --set catalog.tenant_secrets_file=FILE, in which stands "
-        f'[tenants.{namespace.tenant}] and below it secret = "…", or give hashes instead of tokens{listed}'
+        f"tokens of tenant {tenant!r} are hashed with its secret, which is {where}; {what}, the one that its engines "
+        "have, or give hashes instead of tokens"
     )
+
+
+def _toml_key(name: str) -> str:
+    """A name as a key of TOML."""
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name, ensure_ascii=False)
 
 
 def _list_of(namespaces: Sequence[NamespaceSummary]) -> str:

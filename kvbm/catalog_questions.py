@@ -1,5 +1,5 @@
 """What people ask a running catalog on the command line: `kvbm-catalog lookup`, `route`, `hashes`, `who`, `instances`,
-`usage` and `watch`.
+`tenants`, `usage` and `watch`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvbm.catalog_asked import (
     namespace_of,
     read_prompt,
 )
-from kvbm.catalog_tables import Filled, Listing, print_told
+from kvbm.catalog_tables import Filled, Listing, print_told, tenant_rows, tenant_table
 from kvbm.command_line import Commands, add_command, add_settings, count_between, settings_of
 from kvbm.config import Settings
 from kvbm.core.answers import (
@@ -125,6 +125,17 @@ def add_questions(commands: Commands) -> None:
     instances.add_argument("name", metavar="NAME", nargs="?", help="only this one, with all that is known of it")
     instances.add_argument("--namespaces", action="store_true", help="the namespaces, with their ids, instead")
     _add_common(instances)
+    tenants = add_command(
+        commands,
+        "tenants",
+        "each tenant against its limits: what it has in object pools, its share of them, its quotas",
+        "kvbm-catalog tenants",
+    )
+    tenants.description = """What each tenant has in object pools, what share of all in them that is, and what it may
+have there and in each instance's HOST and NVMe, as the catalog's settings and its database say.
+
+What a tenant used by clock hour is in `kvbm-catalog usage`."""
+    _add_common(tenants)
     usage = add_command(
         commands,
         "usage",
@@ -346,6 +357,17 @@ def _watch(arguments: argparse.Namespace, settings: Settings, client: Catalog) -
         watch.close()
 
 
+def _tenants(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
+    if not isinstance(client, CatalogClient):
+        raise ConfigError("tenants are told by one catalog; give one --url: each knows the claims of its own parts")
+    _tell_degraded(client)
+    told = client.tenants()
+    if sum(pool.blocks for pool in told.pools) and not any(told.tenants.blocks):
+        say("the catalog has not counted yet what lies in pools; ask again in ten seconds", to=sys.stderr)
+    rows = {"tenants": tenant_rows(told), "more": told.tenants.more}
+    _print(arguments, rows, lambda: tenant_table(told))
+
+
 def _usage(arguments: argparse.Namespace, settings: Settings, client: Catalog) -> None:
     if not isinstance(client, CatalogClient):
         raise ConfigError("usage is told by one catalog; give one --url: catalogs of one database have all of it")
@@ -379,6 +401,7 @@ _QUESTIONS: dict[str, Ask] = {
     "hashes": _hashes,
     "who": _who,
     "instances": _instances,
+    "tenants": _tenants,
     "usage": _usage,
     "watch": _watch,
 }

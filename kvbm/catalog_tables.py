@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvbm.core.overview import TenantsTold
 from kvbm.terminal import plain
 
 _WIDTH = 120  # of tables where standard output is no terminal
 _REMARK_WIDTH = 30  # columns in which a remark of more can be read
 _WRAPPED_WIDTH = 12  # columns that a text which may be wrapped has at least
 _BETWEEN = 2  # columns
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _MANY = 10_000  # a number from here on may be shortened
 
 
@@ -120,6 +123,56 @@ class Listing:
         for row, cells in zip(self._rows, self._cells(form), strict=True):
             table.add_row(*map(Text, [*cells, row.remark] if form.has_remarks else cells))
         return table
+
+
+def tenant_rows(told: TenantsTold) -> list[dict[str, object]]:
+    """A row for each tenant, with the fields of TenantColumns."""
+    columns = msgspec.structs.asdict(told.tenants)
+    columns.pop("more")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def tenant_table(told: TenantsTold) -> list[Listing | str]:
+    """Tenants against their limits."""
+    tenants, all_blocks = told.tenants, sum(pool.blocks for pool in told.pools)
+    if not tenants.tenant:
+        return ["the catalog knows no tenant yet: no instance has named a namespace, and there are no limits"]
+    table = Listing(
+        "tenant",
+        *("#namespaces", "#instances", "#blocks in pools", "#in pools", "#of all", "#quota", "#of quota"),
+        *("#HOST limit", "#NVMe limit"),
+        remark="remark",
+    )
+    parts = (tenants.namespaces, tenants.instances, tenants.blocks, tenants.held, tenants.quota)
+    limits = (tenants.host_quota, tenants.nvme_quota)
+    for name, spaces, instances, blocks, held, quota, host, nvme in zip(tenants.tenant, *parts, *limits, strict=True):
+        is_above = held is not None and quota is not None and held > quota
+        table.add(
+            {"": "(none)", "*": "* (others)"}.get(name, name),
+            *(spaces, instances, blocks),
+            "?" if held is None else size_words(held),
+            _percent(blocks, all_blocks),
+            _limit_words(quota),
+            "" if held is None else _percent(held, quota),
+            *(_limit_words(host), _limit_words(nvme)),
+            remark="above its quota: the janitor's next run takes what was least recently used" if is_above else "",
+        )
+    told_more: list[Listing | str] = [f"{tenants.more} more tenants have less"] if tenants.more else []
+    return [table, *told_more]
+
+
+def size_words(size: int) -> str:
+    """A number of bytes in the largest unit of which it is one at least."""
+    power = min(max(0, size.bit_length() - 1) // 10, len(_UNITS) - 1)
+    return f"{size / (1 << 10 * power):.1f} {_UNITS[power]}" if power else f"{size} B"
+
+
+def _limit_words(size: int | None) -> str:
+    return "" if size is None else size_words(size)
+
+
+def _percent(part: int, whole: int | None) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else ""
 
 
 def _cell(value: object, is_short: bool = False) -> str:

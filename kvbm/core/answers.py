@@ -535,10 +535,18 @@ class InstanceSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstancesAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Instances, by name; `more` come after the last."""
+    """Instances, by name; `more` come after the last.
+
+    Attributes:
+        forgotten: of the names that were asked for, those that the catalog does not know because it has forgotten them;
+            one that it neither knows nor has forgotten it never heard of. It remembers for at least 25 hours after an
+            instance was last heard, and as long as the stream has a message of it; not beyond the begin of another
+            stream. Null: no name was asked for, or whoever asks is not told.
+    """
 
     instances: list[InstanceSummary]
     more: int = 0
+    forgotten: list[str] | None = None
 
 
 class NamespaceSummary(msgspec.Struct, frozen=True, kw_only=True):

@@ -232,13 +232,22 @@ class HistoryRanked(msgspec.Struct, frozen=True, kw_only=True):
     fetch_blocks: int
 
 
+class HistoryLeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """An instance that held some of a prompt and did not run; `why` is "stopped" or "ended"."""
+
+    instance: str
+    stream: str
+    why: str
+
+
 class HistoryRoute(msgspec.Struct, frozen=True, kw_only=True):
     """What serving a prompt would have cost at a moment, the least first, as far as what it is made of is recorded.
 
     Attributes:
         prefill_tokens_per_s: by which computing is priced.
         without: the same of an instance that held nothing of it.
-        excluded: instances that held some of it and did not run, by why: "stopped" or "ended".
+        excluded: instances that held some of it and did not run; of one name there may be several, in different
+            streams.
         more: instances that held some of it, less than those that are ranked, or cost more.
         not_known: what the costs leave out, in sentences.
     """
@@ -251,7 +260,7 @@ class HistoryRoute(msgspec.Struct, frozen=True, kw_only=True):
     prefill_tokens_per_s: float
     ranked: list[HistoryRanked]
     without: HistoryRanked
-    excluded: dict[str, str]
+    excluded: list[HistoryLeftOut]
     more: int
     not_known: list[str]
     holes: list[HistoryHole]

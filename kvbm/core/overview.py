@@ -222,6 +222,13 @@ class NamespaceUsed(msgspec.Struct, frozen=True, kw_only=True):
     put_stored: int
 
 
+class TenantsTold(msgspec.Struct, frozen=True, kw_only=True):
+    """Of an overview, what it tells of tenants and of the pools in which their blocks lie."""
+
+    tenants: TenantColumns
+    pools: list[PoolTotals]
+
+
 class InstanceDetail(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance's last heartbeat tells beside what `/v1/instances` has.
 

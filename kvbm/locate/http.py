@@ -51,6 +51,7 @@ from kvbm.core.errors import (
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.history_answers import HistoryBlock, HistoryBlocks
 from kvbm.core.ids import HASH_BYTES, MAX_NAME_BYTES, InstanceId, Namespace, NamespaceId
+from kvbm.core.overview import TenantsTold
 from kvbm.core.prompt_batches import PromptBatch
 from kvbm.core.prompt_tokens import PromptTokens, checked_prompt
 from kvbm.core.questions import (
@@ -419,6 +420,13 @@ class CatalogClient(TokenQuestions):
         page = self._get(f"/v1/instances?name={_quoted(instance)}", InstancesAnswer)
         return next((found for found in page.instances if found.instance == instance), None)
 
+    def has_forgotten(self, instance: InstanceId | str) -> bool | None:
+        """Whether the catalog does not know an instance because it has forgotten it, as InstancesAnswer has it; None
+        where it does not tell.
+        """
+        page = self._get(f"/v1/instances?name={_quoted(instance)}", InstancesAnswer)
+        return None if page.forgotten is None else instance in page.forgotten
+
     def ask_snapshot(self, instance: InstanceId | str) -> bool:
         """Ask an instance to take a snapshot of what it holds; whether it has heard.
 
@@ -491,6 +499,14 @@ class CatalogClient(TokenQuestions):
             if not answer.next:
                 return UsageReport(hours=tuple(hours), gaps=tuple(gaps))
             following = [f"next={quote(answer.next, safe='')}"]
+
+    def tenants(self) -> TenantsTold:
+        """What tenants have in object pools and what they may have, as the overview has it. Over HTTP.
+
+        Up to ten seconds old.
+        """
+        self._over_http()
+        return self._get("/v1/overview", TenantsTold)
 
     def ready(self) -> ReadyAnswer:
         """Whether the catalog's answers are complete, and what does not work."""

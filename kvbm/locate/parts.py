@@ -342,6 +342,16 @@ class PartedCatalog(TokenQuestions):
         )
         return next((found for found in answers if found is not None), None)
 
+    def has_forgotten(self, instance: InstanceId | str) -> bool | None:
+        """Whether a catalog has forgotten an instance, as `CatalogClient.has_forgotten`; None where none tells."""
+        check_text(instance, "instance")
+        answers = self._ask(
+            lambda member: member.client.has_forgotten(instance),
+            self._asked([instance], self._timeout_s),
+            self._timeout_s,
+        )
+        return None if all(one is None for one in answers) else any(answers)
+
     def namespaces(self) -> list[NamespaceSummary]:
         """All namespaces whose fields are known, by id."""
         answers = self._ask(

@@ -53,7 +53,7 @@ from kvbm.streams.nats.credentials import Credentials
 from kvbm.terminal import say_csv, say_error, say_text
 
 _AGAIN_S = (0.5, 1.5, 3.0)  # before a log is read again that ends before where a catalog stood
-_BEHIND = 3  # the exit status where it does not come there
+_BEHIND = 3  # the exit status where it does not come there, or not all was compared that should have been
 _CLUSTER = "local"
 _CAPACITY = 1_000_000_000  # of a rebuilt index: all there is
 _SOURCES = """\
@@ -96,7 +96,8 @@ _COMMANDS = {
         "kvbm-replay verify nats://127.0.0.1:4222 --catalog http://127.0.0.1:7700\n  kvbm-replay verify /archive "
         "--reference",
         "\nIt returns 0 when all is well, 1 with findings or where a catalog differs, 2 when the input cannot be\n"
-        "used, 3 when the log ends before where the catalog stood, and what was compared is equal.\n",
+        "used, 3 when what was compared is equal, and the log ends before where the catalog stood or not all\n"
+        "instances were compared that should have been.\n",
     ),
     "diff": _Command(
         "compare the events of two sources and name the first one in which they differ, for each instance",
@@ -564,7 +565,7 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
         return code
     if asked.differences:
         return 1
-    return 1 if not asked.compared else _BEHIND if asked.ahead else 0
+    return 1 if not asked.compared else 0 if asked.is_whole else _BEHIND
 
 
 def _verified(arguments: argparse.Namespace, parts: Parts, against: CatalogComparison | None) -> Verified:

@@ -32,7 +32,8 @@ from kvbm.streams.base import Position
 
 SAMPLED_BLOCKS = 64  # of each instance
 WAIT_S = 5.0  # for a catalog that is behind the log
-QUIET_S = 60.0  # an instance without an event for so long may be gone
+QUIET_S = 60.0  # an instance without an event for so long may be gone, where the catalog cannot say
+REMEMBERED_S = 24 * 3600.0  # whom it has forgotten a catalog knows for longer than this after the last event
 _POLL_S = 0.1
 _GONE = ("stopped", "silent")  # as why answers leave an instance out
 
@@ -44,6 +45,7 @@ class CatalogAnswers(Protocol):
     def url(self) -> str: ...  # without user and password
     def ready(self) -> ReadyAnswer: ...
     def instances(self) -> list[InstanceSummary]: ...
+    def has_forgotten(self, instance: InstanceId) -> bool | None: ...  # None: it does not tell
     def block(self, namespace: NamespaceId, block: bytes) -> BlockAnswer: ...
 
 
@@ -79,33 +81,53 @@ class Compared(msgspec.Struct, kw_only=True):
     """The comparison with a catalog.
 
     Attributes:
-        compared: instances whose digest and counts were compared at the same offset.
+        instances: that log or catalog has, in parts that the catalog follows.
+        compared: those whose digest and counts were compared at the same offset.
+        uncompared: those of which they should have been and were not, by name. An instance is none of these if it is
+            gone, if the catalog has forgotten it, or if it came while the log was read.
         blocks: whose holders were compared.
         ahead: places at which the catalog stood that the log does not reach: what lies there is not compared.
     """
 
     url: str
+    instances: int = 0
     compared: int = 0
+    uncompared: list[InstanceId] = []
     blocks: int = 0
     differences: list[Difference] = []
     ahead: list[Difference] = []
     notes: list[str] = []
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all instances were compared that should have been."""
+        return not (self.ahead or self.uncompared)
+
     def verdict(self) -> str:
         """In one line."""
+        part = f"{self.compared:,} of {counted(self.instances, 'instance')} compared"
         what = f"{counted(self.compared, 'instance')} at equal offsets, {counted(self.blocks, 'block')}"
         if self.compared and not self.blocks:
             what += " (the notes say of each instance why none of its blocks was looked up)"
         if self.differences:
-            return f"DIFFERENT: the catalog at {self.url} in {counted(len(self.differences), 'way')}; compared {what}"
+            return f"DIFFERENT: the catalog at {self.url} in {counted(len(self.differences), 'way')}; {part}: {what}"
         if not self.compared:
-            return f"NOT COMPARED: no instance stands at the same offset in the log and in the catalog at {self.url}"
+            return (
+                f"NOT COMPARED: {part}; no instance stands at the same offset in the log and in the catalog at "
+                f"{self.url}, whole in both"
+            )
         if self.ahead:
             return (
                 f"BEHIND: the log ends before where the catalog at {self.url} stood, in "
-                f"{counted(len(self.ahead), 'instance')}; equal in what was compared: {what}"
+                f"{counted(len(self.ahead), 'instance')}; {part}, equal in what was compared: {what}"
             )
-        return f"equal: the catalog at {self.url} is the fold of the log: {what}"
+        if self.uncompared:
+            return (
+                f"NOT ALL COMPARED: {part}, equal in what was compared: {what}; the notes say why not the others, and "
+                f"{self.url}/readyz whether the catalog is degraded"
+            )
+        rest = "" if self.compared == self.instances else f"; {part}, the notes say why not the others"
+        return f"equal: the catalog at {self.url} is the fold of the log: {what}{rest}"
 
 
 class _Held(NamedTuple):
@@ -133,6 +155,8 @@ class CatalogComparison:
         self._parts = followed_parts(catalog.ready().parts, "the catalog's /readyz")
         self._wanted = {one.instance: one for one in self._answers()} if wanted is None else dict(wanted)
         self._met: set[str] = set()
+        self._compared: set[str] = set()
+        self._excused: set[str] = set()  # those of whom no comparison is expected
         self._folds: dict[InstanceId, StreamFold] = {}
         self._last: dict[InstanceId, tuple[ScannedFrame, bytes]] = {}
 
@@ -154,10 +178,9 @@ class CatalogComparison:
     def life_began(self, instance: InstanceId) -> None:
         """What was passed of an instance is of another life, which the catalog has forgotten."""
         self._folds.pop(instance, None)
-        if instance in self._met:
-            self._met.discard(instance)
-            self.report.differences = [one for one in self.report.differences if one.instance != instance]
-            self.report.compared -= 1
+        self._met.discard(instance)
+        self._compared.discard(instance)
+        self.report.differences = [one for one in self.report.differences if one.instance != instance]
 
     def finish(self) -> Compared:
         """Compare what is left, at the ends. Raises CatalogError."""
@@ -166,83 +189,88 @@ class CatalogComparison:
             self.report.notes.append(
                 f"{counted(len(others), 'instance')} in parts that the catalog does not follow; not compared"
             )
-        for name, fold in sorted(self._folds.items()):
-            if name in others:
-                continue
-            end = Position(fold.epoch, fold.next_offset)
-            answer = self._at_least(name, end)
-            if answer is None:
-                self._take_absent(name, end)
-                continue
-            here = Position(Epoch(answer.epoch), Offset(answer.offset))
-            if here < end:
-                self._differ(
-                    "behind",
-                    name,
-                    end,
-                    f"the catalog stands at {place_text(*here)} and does not come on within {self._wait_s:g} s",
-                )
-            elif here > end and name not in self._met:
-                wanted = self._wanted.get(name)
-                if wanted is not None and Position(Epoch(wanted.epoch), Offset(wanted.offset)) > end:
-                    self._note_ahead(
-                        name,
-                        end,
-                        f"the log ends here, and the catalog stood at {place_text(wanted.epoch, wanted.offset)} before "
-                        "it was read",
-                    )
-                else:
-                    self.report.notes.append(
-                        f"instance {name}: the catalog has moved on to {place_text(*here)}; not compared"
-                    )
-            elif here > end:
-                self._note_unlooked(name, f"the catalog has moved on to {place_text(*here)} since")
-            elif here == end:
-                is_new = name not in self._met
-                if is_new:
-                    self._met.add(name)
-                    self._compare(answer, fold)
-                if not (fold.suspect or answer.suspect or answer.partial):
-                    self._compare_blocks(name, end, fold.residencies)
-                elif not is_new:
-                    self._note_unlooked(name, "by now it is suspect or partial")
-        for absent in sorted(self._wanted.keys() - self._folds.keys()):
-            one = self._wanted[absent]
-            if not one.epoch:
-                continue
-            if one.excluded in _GONE:
-                self.report.notes.append(
-                    f"instance {absent}: the catalog knows it as {one.excluded}, and the log has nothing of it, any "
-                    "more or yet; not compared"
-                )
-                continue
-            place = Position(Epoch(one.epoch), Offset(one.offset))
-            self._note_ahead(InstanceId(absent), place, "the catalog knows it, and the log has nothing of it")
-        return self.report
+        followed = sorted(self._folds.keys() - set(others))
+        for name in followed:
+            self._finish_one(name, self._folds[name])
+        unread = sorted(name for name in self._wanted.keys() - self._folds.keys() if self._wanted[name].epoch)
+        for one in unread:
+            self._take_unread(InstanceId(one), self._wanted[one])
+        report, names = self.report, {*followed, *unread}
+        report.instances, report.compared = len(names), len(self._compared)
+        report.uncompared = sorted(InstanceId(name) for name in names - self._compared - self._excused)
+        return report
 
-    def _take_absent(self, name: InstanceId, end: Position) -> None:
-        """The catalog does not know an instance. One that is gone it may have forgotten; it cannot say whether it ever
-        knew it.
-        """
-        frame, data = self._last[name]
-        stopped = next((one for one in decode_frame(data)[0].events if isinstance(one, InstanceStopped)), None)
-        when = time_text(frame.wall_time_ns)
-        if stopped is not None:
-            how = f"it stopped at {when} ({stopped.reason.name.lower()})"
-        elif time.time_ns() - frame.wall_time_ns >= QUIET_S * 1_000_000_000:
-            how = f"its last event is of {when}"
-        else:
+    def _finish_one(self, name: InstanceId, fold: StreamFold) -> None:
+        """Compare an instance at the log's end, or say why not."""
+        end = Position(fold.epoch, fold.next_offset)
+        answer = self._at_least(name, end)
+        if answer is None:
+            self._take_absent(name, end)
+            return
+        here = Position(Epoch(answer.epoch), Offset(answer.offset))
+        if here < end:
             self._differ(
-                "absent",
+                "behind",
                 name,
                 end,
-                f"the log has it up to {when}, and the catalog does not know it, or has forgotten it",
+                f"the catalog stands at {place_text(*here)} and does not come on within {self._wait_s:g} s",
+            )
+        elif here == end:
+            is_new = name not in self._met
+            if is_new:
+                self._met.add(name)
+                self._compare(answer, fold)
+            if not (fold.suspect or answer.suspect or answer.partial):
+                self._compare_blocks(name, end, fold.residencies)
+            elif not is_new:
+                self._note_unlooked(name, "by now it is suspect or partial")
+        elif name in self._met:
+            self._note_unlooked(name, f"the catalog has moved on to {place_text(*here)} since")
+        else:
+            self._take_passed(name, end, here)
+
+    def _take_passed(self, name: InstanceId, end: Position, here: Position) -> None:
+        """The catalog is further than where the log ends, and the fold did not come by where it stood before."""
+        wanted = self._wanted.get(name)
+        if wanted is not None and Position(Epoch(wanted.epoch), Offset(wanted.offset)) > end:
+            stood = place_text(wanted.epoch, wanted.offset)
+            self._note_ahead(name, end, f"the log ends here, and the catalog stood at {stood} before it was read")
+            return
+        if wanted is None:
+            self._excused.add(name)
+        self.report.notes.append(f"instance {name}: the catalog has moved on to {place_text(*here)}; not compared")
+
+    def _take_unread(self, name: InstanceId, one: InstanceSummary) -> None:
+        """The log has nothing of an instance that the catalog knows."""
+        if one.excluded in _GONE:
+            self._excused.add(name)
+            self.report.notes.append(
+                f"instance {name}: the catalog knows it as {one.excluded}, and the log has nothing of it, any more or "
+                "yet; not compared"
             )
             return
-        self.report.notes.append(
-            f"instance {name}: {how}, and the catalog does not know it: it has forgotten it, or has never heard of it; "
-            "not compared"
+        place = Position(Epoch(one.epoch), Offset(one.offset))
+        self._note_ahead(name, place, "the catalog knows it, and the log has nothing of it")
+
+    def _take_absent(self, name: InstanceId, end: Position) -> None:
+        """The catalog does not know an instance: it has forgotten one that is gone, or has never heard of it."""
+        frame, data = self._last[name]
+        when, idle_s = time_text(frame.wall_time_ns), (time.time_ns() - frame.wall_time_ns) / 1_000_000_000
+        stopped = next((one for one in decode_frame(data)[0].events if isinstance(one, InstanceStopped)), None)
+        is_forgotten = self._catalog.has_forgotten(name)
+        may_be_forgotten = idle_s >= (QUIET_S if is_forgotten is None else REMEMBERED_S)
+        if stopped is None and not is_forgotten and not may_be_forgotten:
+            why = " and has not forgotten it" if is_forgotten is False else ", or has forgotten it"
+            self._differ("absent", name, end, f"the log has it up to {when}, and the catalog does not know it{why}")
+            return
+        self._excused.add(name)
+        how = (
+            f"its last event is of {when}"
+            if stopped is None
+            else f"it stopped at {when} ({stopped.reason.name.lower()})"
         )
+        why = "has forgotten it" if is_forgotten else "does not know it: it has forgotten it, or has never heard of it"
+        self.report.notes.append(f"instance {name}: {how}, and the catalog {why}; not compared")
 
     def _note_unlooked(self, name: InstanceId, why: str) -> None:
         self.report.notes.append(f"instance {name}: {why}, so single blocks were not compared")
@@ -273,7 +301,7 @@ class CatalogComparison:
             )
             self.report.notes.append(f"instance {name} at {place_text(*place)}: {why}; not compared")
             return
-        self.report.compared += 1
+        self._compared.add(name)
         held = _held(fold.residencies)
         for tier in Tier:
             count, known = held.counts.get(tier.name, 0), answer.held_blocks.get(tier.name, 0)

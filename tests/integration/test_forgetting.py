@@ -18,7 +18,7 @@ import pytest
 import urllib3
 
 from kvbm import cli
-from kvbm.assembly import NATIVE, NATIVE_INDEX, open_manager
+from kvbm.assembly import NATIVE, NATIVE_FOLD, NATIVE_INDEX, open_manager
 from kvbm.catalog.edge.server import CatalogThread
 from kvbm.catalog.follow import forgetting
 from kvbm.catalog.service import ServiceSettings
@@ -30,6 +30,9 @@ from kvbm.core.errors import CatalogRefusedError, ConfigError
 from kvbm.core.ids import InstanceId, Namespace
 from kvbm.core.parts import part_of, parts_of
 from kvbm.locate.http import CatalogClient
+from kvbm.replay.compare_catalog import CatalogComparison, Compared
+from kvbm.replay.opening import open_source
+from kvbm.replay.verify import verify
 from tests.eventually import WAIT_S, eventually
 from tests.extras import needed
 from tests.held_time import HeldTime, hold_catalogs
@@ -151,6 +154,13 @@ def forget(running: Running, name: str) -> None:
     eventually(has_forgotten)
 
 
+def verified(running: Running, name: str) -> Compared:
+    """What `kvbm-replay verify` says of one instance on the stream and in the catalog."""
+    against = CatalogComparison(running.client, name, wait_s=0.1)
+    verify(open_source(running.settings.nats_url), NATIVE, NATIVE_FOLD, name, against=against)
+    return against.report
+
+
 def in_sql(settings: ServiceSettings, work: Callable[[SqlStore], Any]) -> Any:
     async def run() -> Any:
         store = await SqlStore.open(settings.database_url)
@@ -240,6 +250,26 @@ def test_an_operator_forgets_one_by_name_and_never_a_live_one(
         assert names(running) == ["here"] and rows_of(settings, "gone") == 0
         assert cli.catalog_main(["forget", "gone", "--set", f"catalog.url={running.client.url}"]) == 2
         assert "no instance 'gone' is known" in capsys.readouterr().err
+
+
+def test_a_catalog_tells_whom_it_has_forgotten_from_whom_it_never_heard_of(
+    settings: ServiceSettings, held_time: HeldTime
+) -> None:
+    killed = f"killed-of-{settings.cluster}"  # the stream has others' instances, too
+    with catalog(settings) as running, alive(held_time, running.full("here")):
+        running.full(killed)
+        eventually(lambda: killed in names(running))
+        assert (running.client.has_forgotten(killed), running.client.has_forgotten("nobody")) == (False, False)
+        eventually(
+            lambda: any(one.excluded == "silent" for one in running.client.instances() if one.instance == killed)
+        )
+        forget(running, killed)
+        assert (running.client.has_forgotten(killed), names(running)) == (True, ["here"])
+        found = verified(running, killed)
+        assert (found.differences, found.uncompared) == ([], [])
+        assert found.notes[0].endswith("Z, and the catalog has forgotten it; not compared")
+        page = json.loads(urllib3.request("GET", f"{running.client.url}/v1/instances").data)
+        assert page["forgotten"] is None  # nobody was named
 
 
 def refusal(running: Running, name: str) -> CatalogRefusedError:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvbm.catalog.routing.past_costs import routed_then
@@ -157,7 +158,7 @@ def test_a_route_then_is_priced_as_of_idle_engines_and_says_what_is_not_known(tm
     assert deep.cost_s == deep.fetch_s + settings.work_weight * 42 / 10_000
     assert (found.without.depth, found.without.missing_tokens) == (0, 90)
     assert found.not_known[0] == "load then is not recorded: costs are those of idle engines"
-    assert found.excluded == {} and found.prefill_tokens_per_s == 10_000
+    assert found.excluded == [] and found.prefill_tokens_per_s == 10_000
 
 
 def test_what_a_pool_of_the_cluster_had_then_counts_where_reading_it_is_quicker(tmp_path: Path, opened: ExitStack):
@@ -181,7 +182,19 @@ def test_who_had_stopped_is_left_out_of_a_route_and_not_of_depths(tmp_path: Path
     assert states["near"] == ("running", None, 2)
     found = routed_then(asked, 144, RoutingSettings(), "standard", 8)
     assert [one.instance for one in found.ranked] == ["near"]
-    assert found.excluded == ({"deep": "stopped"} if "deep" in states else {})
+    left_out = [(one.instance, one.why) for one in found.excluded]
+    assert left_out == ([("deep", "stopped")] if "deep" in states else [])
+
+
+def test_of_two_streams_with_one_name_both_are_left_out_of_a_route(tmp_path: Path, opened: ExitStack):
+    asked = answers_of(tmp_path, opened, two_instances()).prompt(ACME.id.hex(), PROMPT, at(3.5))
+    holders = [
+        msgspec.structs.replace(asked.holders[0], instance="deep", stream=stream, state=state)
+        for stream, state in (("a", "stopped"), ("b", "ended"))
+    ]
+    found = routed_then(msgspec.structs.replace(asked, holders=holders), 144, RoutingSettings(), "standard", 8)
+    left_out = [(one.instance, one.stream, one.why) for one in found.excluded]
+    assert left_out == [("deep", "a", "stopped"), ("deep", "b", "ended")]
 
 
 def test_prompts_are_bounded_and_told_apart_by_namespace(tmp_path: Path, opened: ExitStack):

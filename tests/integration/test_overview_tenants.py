@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvbm import cli
 from kvbm.assembly import NATIVE, open_manager
 from kvbm.catalog.service import TenantLimits
 from kvbm.core.events import MigrateCause
@@ -113,7 +115,9 @@ def test_a_pool_is_as_large_as_engines_say_though_a_janitor_has_opened_it(tmp_pa
         assert (pool["blocks"], pool["bytes"]) == (8, 8 * BLOCK_BYTES)
 
 
-def test_limits_are_those_of_the_settings_then_of_the_database(nats_url: str, cluster: str, sqlite_url: str) -> None:
+def test_limits_are_those_of_the_settings_then_of_the_database(
+    nats_url: str, cluster: str, sqlite_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     limits = {"acme": TenantLimits(100, 200, 300), OTHERS: TenantLimits(0, 0, 700), "initech": TenantLimits()}
     with closing(run_catalog(nats_url, cluster, sqlite_url, tenants=limits)) as site_:
         running = next(site_)
@@ -143,3 +147,13 @@ def test_limits_are_those_of_the_settings_then_of_the_database(nats_url: str, cl
         assert [found["initech"][part] for part in quotas] == [None, None, None]
         assert (found["acme"]["blocks"], found["acme"]["held"]) == (2, 2 * 1024)
         assert (found[OTHERS]["blocks"], found[OTHERS]["held"]) == (2, 2 * 1024 // 4)  # globex's alone
+        capsys.readouterr()
+        assert cli.catalog_main(["tenants", "--url", running.client.url, "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        assert {one.pop("tenant"): one for one in printed["tenants"]} == found and printed["more"] == 0
+        assert cli.catalog_main(["tenants", "--url", running.client.url]) == 0
+        lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+        (acme,) = [line for line in lines if line.startswith("acme ") and ":" not in line]
+        assert acme.startswith("acme 1 1 2 2.0 KiB 50.0 % 300 B 682.7 % 100 B 200 B")
+        (globex,) = [line for line in lines if line.startswith("globex ") and ":" not in line]
+        assert globex.startswith("globex 1 1 2 512 B 50.0 % 9 B 5688.9 %")

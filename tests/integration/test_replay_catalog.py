@@ -297,6 +297,27 @@ def test_verify_finds_the_catalog_equal_to_the_log_and_says_it_in_one_line(
         assert json.loads(said)["catalog"]["compared"] == 1
 
 
+def test_verify_says_how_many_instances_it_compared_where_the_catalog_suspects_others(
+    fresh_nats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = [
+        make_capture(8 + n, commands=120, instance=name).frames() for n, name in enumerate(("two", "three", "four"))
+    ]
+    gapped = [[frame for frame in frames if frame is not frames[-2]] for frames in logs]
+    assert all(frames[-2].epoch == frames[-1].epoch for frames in logs)
+    capture = tmp_path / "a.kvbm"
+    capture.write_bytes(packed([frame for frames in (ONE, *logs) for frame in frames]))
+    publish(fresh_nats, [sent for frames in (ONE, *gapped) for sent in messages(frames)], CLUSTER)
+    with catalog(fresh_nats, tmp_path, "live") as live:
+        eventually(lambda: has_all(live, ONE, *logs) and sum(one.suspect for one in live.instances()) == 3)
+        *notes, verdict = replay(capsys, 3, "verify", str(capture), "--catalog", live.url).splitlines()
+        assert verdict.startswith("NOT ALL COMPARED: 1 of 4 instances compared, ") and f"{live.url}/readyz" in verdict
+        for name in ("two", "three", "four"):
+            assert any(note.startswith(f"instance {name} at ") and note.endswith("not compared") for note in notes)
+        found = json.loads(replay(capsys, 3, "verify", str(capture), "--catalog", live.url, "--json"))["catalog"]
+        assert (found["instances"], found["compared"], found["uncompared"]) == (4, 1, ["four", "three", "two"])
+
+
 def test_verify_says_why_no_single_block_of_a_stopped_instance_was_looked_up(
     fresh_nats: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -345,7 +366,7 @@ def test_a_log_that_is_written_still_is_read_again_and_one_that_stays_behind_has
         eventually(lambda: has_all(live, ONE, TWO))
         monkeypatch.setattr(kvbm.replay.cli, "time", Waits(pauses.append))
         said = replay(capsys, 3, "verify", str(capture), "--catalog", live.url)
-        assert "BEHIND: the log ends before where the catalog at " in said and "1 instance at equal offsets" in said
+        assert "BEHIND: the log ends before where the catalog at " in said and "; 1 of 2 instances compared, " in said
         stood = place_text(TWO[-1].epoch, TWO[-1].next_offset)
         assert f"the catalog stood at {stood} before it was read" in said
         assert len(pauses) == 3
@@ -386,9 +407,12 @@ def test_an_instance_that_is_gone_and_that_the_catalog_does_not_know_is_a_note(
         capture.write_bytes(packed([*ONE, *TWO, stop]))
         said = replay(capsys, 0, "verify", str(capture), "--catalog", live.url)
         assert "instance two: it stopped at " in said and "(shutdown), and the catalog does not know it" in said
-        capture.write_bytes(packed([*ONE, *TWO[:-1], of_now(last)]))  # it goes on
-        said = replay(capsys, 1, "verify", str(capture), "--catalog", live.url)
-        assert "DIFFERENT" in said and "catalog-absent of instance two" in said
+        for idle_s in (0, 3600):  # it goes on, and did an hour ago
+            goes_on = msgspec.structs.replace(last, wall_time_ns=now_ns - idle_s * 1_000_000_000)
+            capture.write_bytes(packed([*ONE, *TWO[:-1], goes_on]))
+            said = replay(capsys, 1, "verify", str(capture), "--catalog", live.url)
+            assert "DIFFERENT" in said and "catalog-absent of instance two" in said
+            assert "the catalog does not know it and has not forgotten it" in said
 
 
 def of_now(frame: Frame) -> Frame:

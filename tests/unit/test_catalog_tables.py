@@ -8,7 +8,8 @@ import re
 import pytest
 from rich.console import Console
 
-from kvbm.catalog_tables import Filled, Listing
+from kvbm.catalog_tables import Filled, Listing, size_words, tenant_table
+from kvbm.core.overview import PoolTotals, TenantColumns, TenantsTold
 
 NAMES = ("gpu-17.rack-3", "gpu-2")
 REMARK = "suspect: something was lost on the way"
@@ -57,3 +58,43 @@ def test_a_text_is_wrapped_and_a_name_beside_it_is_not() -> None:
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= 60 and any("a" * 32 in line for line in lines)
     assert sum("lora" in line or "tp1" in line or "my-model" in line for line in lines) > 1
+
+
+def test_sizes_are_in_the_largest_unit_that_fits() -> None:
+    sizes = (0, 1023, 1024, 1536, (1 << 20) - 1, 1 << 30, 5 << 40, 3 << 50, 1 << 70)
+    words = ["0 B", "1023 B", "1.0 KiB", "1.5 KiB", "1024.0 KiB", "1.0 GiB", "5.0 TiB", "3.0 PiB", "1048576.0 PiB"]
+    assert [size_words(size) for size in sizes] == words
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_tenants_stand_beside_their_limits_and_what_nobody_knows_is_left_open(width: int) -> None:
+    none: list[int | None] = [None, None]
+    columns = TenantColumns(
+        tenant=["acme", ""],
+        namespaces=[3, 1],
+        instances=[12, 2],
+        blocks=[3_000_000, 1_000_000],
+        held=[3 << 40, None],
+        put_raw=[0, 0],
+        put_stored=[0, 0],
+        quota=[2 << 40, None],
+        host_quota=[64 << 30, None],
+        nvme_quota=none,
+        prompts=none,
+        asked=none,
+        found=none,
+        more=5,
+    )
+    told = TenantsTold(tenants=columns, pools=[PoolTotals(pool="s3://b", blocks=4_000_000, bytes=None)])
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    table, more = tenant_table(told)
+    assert isinstance(table, Listing) and more == "5 more tenants have less"
+    table.print(console)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    (acme,) = [line for line in lines if line.startswith(" acme")]
+    (none_line,) = [line for line in lines if line.startswith(" (none)")]
+    for words in ("3.0 TiB", "75.0 %", "2.0 TiB", "150.0 %", "64.0 GiB"):
+        assert words in acme
+    assert " ? " in none_line and none_line.endswith("25.0 %")
+    assert any("above its quota" in line for line in lines)

@@ -448,7 +448,9 @@ class Queries:
             found = [self._summary(now_s, instance, claims) for instance in page]
         else:
             found = [_without_counts(self._summary(now_s, instance, {})) for instance in page]
-        return InstancesAnswer(instances=found, more=len(shown) - len(page))
+        tells = bool(names) and caller.sees_all
+        forgotten = sorted(set(names) & self._sequencer.forgotten.keys() - known) if tells else None
+        return InstancesAnswer(instances=found, more=len(shown) - len(page), forgotten=forgotten)
 
     def instance_count(self) -> int:
         """How many instances there are."""

@@ -176,7 +176,8 @@ class TokenPrompts:
                 422,
                 "tokens_not_hashable",
                 f"tokens cannot be hashed here: the catalog does not know the secret of tenant {namespace.tenant!r}",
-                "hash them where the secret is and give hashes, or set catalog.tenant_secrets",
+                f"hash them where the secret is and give hashes, or have the catalog know the secret of "
+                f"{namespace.tenant!r} by its catalog.tenant_secrets_file",
             )
         return secret.encode()
 

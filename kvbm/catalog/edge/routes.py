@@ -188,7 +188,8 @@ ROUTES = (
         path="/v1/instances",
         handler="instances",
         gives=InstancesAnswer,
-        summary="Instances, by name: at most `limit` of them (1 to 1,000), behind `after`, or those of a `name`.",
+        summary="Instances, by name: at most `limit` of them (1 to 1,000), behind `after`, or those of a `name`, and "
+        "which of these names the catalog has forgotten.",
         errors=(422,),
         asks={
             "after": {"type": "string"},

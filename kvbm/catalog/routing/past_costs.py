@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvbm.catalog.routing.cost import ClusterNumbers, InstanceNumbers, prefill_cost
 from kvbm.config.settings import RoutingSettings
-from kvbm.core.history_answers import HistoryPrompt, HistoryPromptHolder, HistoryRanked, HistoryRoute
+from kvbm.core.history_answers import HistoryLeftOut, HistoryPrompt, HistoryPromptHolder, HistoryRanked, HistoryRoute
 from kvbm.core.ids import Tier
 from kvbm.core.topology import ASSUMED_BLOCK_BYTES, TIER_LINKS
 
@@ -38,7 +38,11 @@ def routed_then(
         prefill_tokens_per_s=settings.prefill_tokens_per_s,
         ranked=ranked[:limit],
         without=prices.priced("", "", None, 0, 0.0, 0),
-        excluded={one.instance: one.state for one in answer.holders if one.state != RUNNING},
+        excluded=[
+            HistoryLeftOut(instance=one.instance, stream=one.stream, why=one.state)
+            for one in answer.holders
+            if one.state != RUNNING
+        ],
         more=answer.more + max(0, len(ranked) - limit),
         not_known=_not_known(answer, settings),
         holes=answer.holes,

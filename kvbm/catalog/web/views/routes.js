@@ -73,13 +73,13 @@ export class Routes {
   }
 
   drawThen(answer, at) {
-    const most = Math.max(1e-9, ...answer.ranked.map((one) => one.cost_s)), { byName } = this.app.live, parts = PARTS.slice(0, 2), left = Object.entries(answer.excluded);
+    const most = Math.max(1e-9, ...answer.ranked.map((one) => one.cost_s)), { byName } = this.app.live, parts = PARTS.slice(0, 2), left = answer.excluded;
     const rows = answer.ranked.map((one, n) => [count(n + 1), h("a", { href: `#/instance/${encodeURIComponent(one.instance)}` }, one.instance), seconds(one.cost_s),
       h("span", { class: "stack", title: parts.map(([name, key]) => `${name} ${seconds(one[key])}`).join(", ") }, parts.map(([name, key]) => h("i", { class: `c-${name}`, style: { width: `${((100 * Math.max(0, one[key])) / most).toFixed(2)}%` } }))),
       ...parts.map(([, key]) => seconds(one[key])), `${count(one.depth)} / ${count(answer.blocks)}`, count(one.missing_tokens), count(one.fetch_blocks),
       one.last_frame ? stateThen({ state: "running", last_frame: one.last_frame }, at, byName.get(one.instance)).words : "its start is missing"]);
     replace(this.found, h("section", { class: "panel", "aria-label": "Why" }, h("h2", null, "Why"), h("p", { class: "why" }, answer.ranked.length ? whyThen(answer) : `Nobody that ran then held any of it. Any instance would have cost ${seconds(answer.without.cost_s)}.`),
-      left.length ? h("ul", { class: "notes" }, left.map(([name, reason]) => h("li", null, h("strong", null, name), ` held some of it and did not run: ${reason}`))) : null,
+      left.length ? h("ul", { class: "notes" }, left.map((one) => h("li", null, h("strong", null, one.instance), `${one.stream ? ` (${one.stream})` : ""} held some of it and did not run: ${one.why}`))) : null,
       h("ul", { class: "notes" }, answer.not_known.map((one) => h("li", { class: "warn" }, `${one[0].toUpperCase()}${one.slice(1)}.`))),
       answer.holes.length ? h("p", { class: "bad hole" }, `${many(answer.holes.length, "hole")} at this moment: what instances held is not certain.`) : null, h("p", { class: "dim" }, clocks(answer))),
     h("section", { class: "panel", "aria-label": "Ranking" }, h("header", null, h("h2", null, "Ranking of idle engines"), h("span", { class: "legend" }, parts.map(([name, , words]) => h("span", null, h("i", { class: `key c-${name}` }), words))), answer.more ? h("span", { class: "dim" }, `${count(answer.more)} more held some`) : null),
