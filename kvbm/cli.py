@@ -341,6 +341,11 @@ def _add_bench(commands: Commands) -> None:
         help="of catalog: how many share a prefix (default 10000); of page: how many there are (default 3000)",
     )
     bench.add_argument(
+        "--checkpoint",
+        action="store_true",
+        help="of catalog: also the longest frame while a checkpoint of 50 M residencies is written; takes 5 GB",
+    )
+    bench.add_argument(
         "--events",
         type=_live_count,
         metavar="N",
@@ -513,6 +518,8 @@ def _done(arguments: argparse.Namespace) -> int:
                 arguments.seed,
                 pools,
                 arguments.instances or 10_000,
+                max(arguments.live or (10_000_000,)),
+                arguments.checkpoint,
                 FetchOptions(arguments.read_mib << 20),
                 PageOptions(arguments.instances or 3000, arguments.events or 0),
             )

@@ -13,10 +13,13 @@ _WAIT_S = 120.0
 
 def post(path: str, body: bytes, content_type: str = "application/json") -> bytes:
     """A request as it goes over the wire."""
-    head = (
-        f"POST {path} HTTP/1.1\r\nhost: catalog\r\ncontent-type: {content_type}\r\ncontent-length: {len(body)}\r\n\r\n"
+    lines = (
+        f"POST {path} HTTP/1.1",
+        "host: localhost",
+        f"content-type: {content_type}",
+        f"content-length: {len(body)}",
     )
-    return head.encode() + body
+    return "\r\n".join((*lines, "", "")).encode() + body
 
 
 class AskingResult(NamedTuple):

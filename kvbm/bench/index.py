@@ -205,7 +205,7 @@ def _at_size(size: int, replacements: int, samples: int, seed: int) -> tuple[lis
     rows.append(Row(what=f"the same while events apply, p50, {label}", unit="us", value=percentile(busy, 0.5)))
     rows.append(Row(what=f"the same while events apply, p99, {label}", unit="us", value=percentile(busy, 0.99)))
     rows.append(Row(what=f"events applied meanwhile, {label}", unit="M events/s", value=achieved / 1e6))
-    beside, achieved = _ask_beside_runs(live, 20_000, 1_000_000)
+    beside, achieved = ask_beside_runs(live, 20_000, 1_000_000)
     rows.append(
         Row(
             what=f"the same beside runs of frames of 256 blocks, p50, {label}", unit="us", value=percentile(beside, 0.5)
@@ -313,7 +313,7 @@ def _ask_while_applying(live: LiveSet, count: int, events_per_s: int) -> tuple[l
     return taken, achieved
 
 
-def _ask_beside_runs(live: LiveSet, count: int, events_per_s: int) -> tuple[list[float], float]:
+def ask_beside_runs(live: LiveSet, count: int, events_per_s: int) -> tuple[list[float], float]:
     """Questions while frames of 256 blocks are applied in runs by the index's own thread, begun by who asks, as the
     catalog does it.
 
@@ -367,32 +367,32 @@ def _checkpoint(live: LiveSet, label: str) -> list[Row]:
     index, rows = live.index, []
     with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder:
         path = str(Path(folder) / "checkpoint")
-        frames = list(live.churn(_EVENTS_A_SAMPLE))
-        pauses: list[float] = []
-        writing = threading.Thread(target=index.write_checkpoint, args=(path,))  # type: ignore[attr-defined]
         alone = timed(lambda: index.write_checkpoint(path))  # type: ignore[attr-defined]
         rows.append(Row(what=f"checkpoint, written, {label}", unit="s", value=alone.wall_s))
         rows.append(
             Row(what=f"checkpoint, size, {label}", unit="B/block", value=os.path.getsize(path) / index.block_count())
         )
-        writing.start()
-        for frame in frames:  # all of them, for later parts rely on what they create
-            began = time.perf_counter()
-            index.apply(frame)
-            if writing.is_alive():
-                pauses.append(time.perf_counter() - began)
-        writing.join()
-        rows.append(
-            Row(
-                what=f"longest frame of 256 blocks while a checkpoint is written, {label}",
-                unit="ms",
-                value=max(pauses, default=0.0) * 1e3,
-            )
-        )
+        rows.append(pause_beside_checkpoint(live, path, label))
         other = NATIVE_INDEX(2 * index.residency_count() + (1 << 20))
         loaded = timed(lambda: other.load_checkpoint(path))  # type: ignore[attr-defined]
         rows.append(Row(what=f"checkpoint, loaded, {label}", unit="s", value=loaded.wall_s))
     return rows
+
+
+def pause_beside_checkpoint(live: LiveSet, path: str, label: str) -> Row:
+    """The longest that the application of a frame takes while a checkpoint is written to `path`."""
+    frames = list(live.churn(_EVENTS_A_SAMPLE))
+    pauses: list[float] = []
+    writing = threading.Thread(target=live.index.write_checkpoint, args=(path,))  # type: ignore[attr-defined]
+    writing.start()
+    for frame in frames:  # all of them, for later parts rely on what they create
+        began = time.perf_counter()
+        live.index.apply(frame)
+        if writing.is_alive():
+            pauses.append(time.perf_counter() - began)
+    writing.join()
+    what = f"longest frame of 256 blocks while a checkpoint is written, {label}"
+    return Row(what=what, unit="ms", value=max(pauses, default=0.0) * 1e3)
 
 
 def _death(live: LiveSet, label: str) -> list[Row]:

@@ -42,6 +42,8 @@ class BenchOptions(NamedTuple):
         seed: of the workload.
         pools: what `pools` alone needs.
         instances: of the part of `catalog` that has many.
+        indexed: residencies of the part of `catalog` that asks the index itself.
+        checkpoint: `catalog` measures the checkpoint of 50 M residencies, too.
         fetch, page: what they alone need.
     """
 
@@ -52,6 +54,8 @@ class BenchOptions(NamedTuple):
     seed: int = 1
     pools: PoolsOptions = PoolsOptions()
     instances: int = 10_000
+    indexed: int = 10_000_000
+    checkpoint: bool = False
     fetch: FetchOptions = FetchOptions()
     page: PageOptions = PageOptions()
 
@@ -79,7 +83,7 @@ class BenchReport(msgspec.Struct, kw_only=True, omit_defaults=True):
     query_us_p50: float | None = None
     query_us_p99: float | None = None
     query_us_p99_small_frames: float | None = None
-    checkpoint_pause_ms_50m: float | None = None
+    checkpoint_pause_ms_50m: _Ratio = UNSET
     ledger_ns_per_block_run16: float | None = None
     connector_first_us: float | None = None
     connector_again_us: float | None = None
@@ -207,15 +211,20 @@ def _bridge(options: BenchOptions) -> Found:
 def _catalog(options: BenchOptions) -> Found:
     require_modules("kvbm bench catalog", CATALOG_MODULES, "catalog")
     from kvbm.bench.catalog import bench_catalog
+    from kvbm.bench.catalog_index import CHECKPOINT_LIVE, bench_checkpoint_pause, bench_small_frames
     from kvbm.bench.catalog_loaded import bench_loaded
     from kvbm.bench.catalog_many import bench_many
     from kvbm.bench.catalog_replica import bench_replica
+    from kvbm.bench.stream import bench_visible
 
     return _together(
         bench_catalog(max(options.live), options.samples, options.seed),
         bench_replica(max(options.live), options.samples, options.seed),
         bench_loaded(max(options.live), options.samples, options.seed),
         bench_many(options.samples, options.seed, options.instances),
+        _found(bench_visible(options.samples, options.seed)),
+        bench_small_frames(options.indexed, options.samples, options.seed),
+        bench_checkpoint_pause(CHECKPOINT_LIVE if options.checkpoint else 0, options.samples, options.seed),
     )
 
 
@@ -272,7 +281,7 @@ def run_bench(options: BenchOptions, json_path: Path | None) -> int:
         with Watch(name):
             found = BENCHES[name](options)
         rows += found.rows
-        numbers |= found.numbers
+        numbers |= {key: one for key, one in found.numbers.items() if one is not None or key not in numbers}
         notes += found.notes
         for row in found.rows:
             say(_line(row))

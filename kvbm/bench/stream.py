@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -44,6 +44,7 @@ _VISIBLE = 100  # runs timed for each sample asked for
 _HOLDERS = 10
 _GAP_BLOCKS = 1_000_000
 LEAST_S = 2.0  # between two snapshots that readers ask for; the default is 10 s
+_Part: TypeAlias = Callable[[Path, str, ExitStack, int, int, int], tuple[list[Row], dict[str, float]]]
 
 
 def bench_stream(live: int, samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
@@ -51,13 +52,22 @@ def bench_stream(live: int, samples: int, seed: int) -> tuple[list[Row], dict[st
     rows: list[Row] = []
     numbers: dict[str, float] = {}
     for part in (_visible, _silent, _restart, _gap):
-        with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder, ExitStack() as opened:
-            server = EmbeddedServer.start(Path(folder) / "nats")
-            opened.callback(server.stop)
-            found, named = part(Path(folder), server.url, opened, live, samples, seed)
-            rows += found
-            numbers |= named
+        found, named = _with_servers(part, live, samples, seed)
+        rows += found
+        numbers |= named
     return rows, numbers
+
+
+def bench_visible(samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
+    """The first alone."""
+    return _with_servers(_visible, 0, samples, seed)
+
+
+def _with_servers(part: _Part, live: int, samples: int, seed: int) -> tuple[list[Row], dict[str, float]]:
+    with tempfile.TemporaryDirectory(prefix="kvbm-bench-") as folder, ExitStack() as opened:
+        server = EmbeddedServer.start(Path(folder) / "nats")
+        opened.callback(server.stop)
+        return part(Path(folder), server.url, opened, live, samples, seed)
 
 
 def _visible(

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvbm.bench import BenchOptions
+from kvbm.bench.catalog_index import bench_checkpoint_pause
 from kvbm.bench.fio import FioError, find_fio
 from kvbm.bench.measure import difference_of, within_noise
 from kvbm.bench.objects import ObjectsOptions, bench_objects
@@ -56,10 +58,15 @@ KEYS = {
         "ingest_loss",
         "heartbeat_core_share",
         "rss_10k_mib",
+        "visible_ms_p50",
+        "visible_ms_p99",
+        "query_us_p99_small_frames",
+        "checkpoint_pause_ms_50m",
     },
     "sql": {"sql_claims_per_s", "sql_claims_per_s_sqlite", "reclaims_per_s", "reclaims_per_s_sqlite"},
 }
 
+NOT_ASKED_FOR = {"checkpoint_pause_ms_50m"}  # without its flag: it takes minutes and 5 GB
 DIFFERENCES = {"event_ns_per_block_run16", "event_ns_per_block_run1", "ingest_loss"}  # of two noisy runs: of any sign
 
 
@@ -76,14 +83,31 @@ def test_each_bench_measures_its_part_and_reports_it(
     report = json.loads(path.read_bytes())
     assert report["machine"] and report["build"] and report["rows"]
     assert set(report) - {"machine", "build", "load_average", "rows", "notes"} == KEYS[what]
-    assert all(report[key] > 0 for key in KEYS[what] - DIFFERENCES)
-    assert all(math.isfinite(report[key]) for key in KEYS[what])
+    measured = KEYS[what] - NOT_ASKED_FOR
+    assert all(report[key] > 0 for key in measured - DIFFERENCES)
+    assert all(math.isfinite(report[key]) for key in measured)
+    assert all(report[key] is None for key in KEYS[what] & NOT_ASKED_FOR)
     printed = capsys.readouterr().out
     for row in report["rows"]:
         is_difference = row["spread"] is not None
         assert is_difference == (what == "events")
         assert is_difference or row["value"] >= 0
         assert row["what"] in printed
+
+
+def test_frames_that_wait_for_a_checkpoint_are_measured_where_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[BenchOptions] = []
+    monkeypatch.setattr("kvbm.bench.run_bench", lambda options, path: asked.append(options) or 0)
+    assert main(["bench", "catalog", "--checkpoint"]) == 0 and main(["bench", "catalog", "--live", "200000"]) == 0
+    assert [one.checkpoint for one in asked] == [True, False]
+    assert [(max(one.live), one.indexed) for one in asked] == [(1_000_000, 10_000_000), (200_000, 200_000)]
+    found = bench_checkpoint_pause(20_000, 2, 1)
+    assert found.numbers["checkpoint_pause_ms_50m"] == found.rows[0].value >= 0
+    assert "0.02 M residencies" in found.rows[0].what
+    left_out = bench_checkpoint_pause(0, 2, 1)
+    assert left_out.numbers == {"checkpoint_pause_ms_50m": None} and "--checkpoint" in left_out.notes[0]
 
 
 @pytest.mark.parametrize("costs", [[0.0, 0.0, 0.0, 0.0], [-3.0, -1.0, 1.0, 2.0], [9.0, 10.0, 11.0]])

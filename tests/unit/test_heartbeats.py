@@ -14,6 +14,7 @@ from kvbm.catalog.follow import heartbeats as heartbeats_of
 from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.lag import StreamLag
 from kvbm.catalog.members.liveness import LIVENESS_S, HeartbeatReceived, LifeState, LivenessTicked, OwnPulse
+from kvbm.core.ages import TierAges
 from kvbm.core.fetching import Transfer
 from kvbm.core.ids import (
     MAX_FIELDS_BYTES,
@@ -65,6 +66,15 @@ def test_a_damaged_pulse_is_refused_and_not_fatal(kind: str) -> None:
         {"put_bytes": {NamespaceId(b"%016d" % at): (1, 1) for at in range(1025)}},
         {"told": (b"",) * 1025},
         {"told": (b"{}", bytes(MAX_FIELDS_BYTES + 1))},
+        {"instance": "\U0001f642" * 64},
+        {"cluster": "\U0001f642" * 64},
+        {"run": "\U0001f642" * 33},
+        {"ages": (TierAges(),) * 1025},
+        {"ages": (TierAges(wanted=(0,) * 1025),)},
+        {"epoch": -1},
+        {"published": 1 << 63},
+        {"applied": -1},
+        {"wall_time_ns": 1 << 63},
     ],
 )
 def test_a_pulse_that_has_more_of_something_than_it_may_is_refused(much: dict[str, Any]) -> None:

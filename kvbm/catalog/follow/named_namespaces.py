@@ -7,7 +7,7 @@ heard: it is not known yet what it serves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from kvbm.core.ids import NamespaceId
 
@@ -44,8 +44,10 @@ class NamedNamespaces:
         self._told.clear()
         self._join()
 
-    def hear(self, used: tuple[NamespaceId, ...], told: Iterable[NamespaceId]) -> bool:
+    def hear(self, used: tuple[NamespaceId, ...], told: Collection[NamespaceId]) -> bool:
         """Take a heartbeat: what it has used last, and what it tells of. Whether it names others than before."""
+        if not told and used == self._used:
+            return False
         new = [name for name in told if name not in self._told]
         if not new and used == self._used:
             return False
@@ -68,4 +70,5 @@ class NamedNamespaces:
         self._join()
 
     def _join(self) -> None:
-        self.all = self.started.union(self._used, self._told)
+        more = [name for name in (*self._used, *self._told) if name not in self.started]
+        self.all = self.started.union(more) if more else self.started  # mostly the very same set

@@ -238,7 +238,7 @@ class Sequencer:
         self.chains.take(heartbeat.instance, heartbeat.chain)
         if not heartbeat.namespaces and not heartbeat.told and heartbeat.instance not in self._sequences:
             return False
-        told = self.known_namespaces.hear(heartbeat.told, self.counters)
+        told = self.known_namespaces.hear(heartbeat.told, self.counters) if heartbeat.told else ()
         return self._follow(heartbeat.instance, heartbeat.cluster).names.hear(heartbeat.namespaces, told)
 
     def forget(self, mark: ForgottenRow) -> None:

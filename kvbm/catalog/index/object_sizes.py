@@ -33,9 +33,11 @@ class ObjectSizes:
     def hear(self, instance: InstanceId, last: LastHeartbeat) -> None:
         """Take note of a heartbeat that is believed."""
         blocks = last.heartbeat.object_blocks
+        if blocks < 1:
+            return
         names = self._declared.declared(instance)
         told = self._told.get(instance)
-        if blocks < 1 or (told is not None and told == (blocks, names)):  # mostly the very same set
+        if told is not None and told == (blocks, names):  # mostly the very same set
             return
         pool = self._index.pool_name(instance, Tier.OBJECT)
         if pool is None or named_blocks(pool):
