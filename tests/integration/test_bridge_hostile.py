@@ -196,7 +196,7 @@ def polling(answer: Callable[[str], Answer]) -> Iterator[tuple[ScriptedServer, P
 def test_an_engine_whose_events_are_no_answer_is_not_heard_until_they_are(
     answer: Answer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(kvbm.bridge.polled, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(kvbm.bridge.polled, "_ANSWER_S", 2.0)
     says = Says(NO_EVENTS)
     with capture_logs() as logs, polling(says) as (_, engine):
         eventually(lambda: engine.ranks[0].is_connected)
@@ -233,7 +233,7 @@ LARGE = 200_000  # blocks
 def test_an_engine_is_found_after_answers_that_nobody_expects(
     site: Site, answer: Answer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(kvbm.bridge.found, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(kvbm.bridge.found, "_ANSWER_S", 2.0)
     publisher, says = Publisher(), Says(answer)
     try:
         publisher.publish(stored_event(PROMPT))
