@@ -532,7 +532,7 @@ def _state(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
     states = states_at(source, at, parts.backend, parts.fold, arguments.instance, arguments.blocks, located)
-    check_found(arguments.instance, states.instances)
+    check_found(arguments.instance, [*states.instances, *states.later])
     lists = arguments.json is None  # else the file has the blocks
     write(arguments.json, states, (line for state in states.instances for line in state.lines(lists)))
     return end(states.findings, states.notes)
