@@ -543,7 +543,7 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
     if arguments.catalog:
         if parts.ask is None:
             raise SourceError("nothing here can ask a catalog")
-        catalog = parts.ask(arguments.catalog, arguments.config, arguments.sets)
+        catalog = parts.ask(arguments.catalog, arguments.config, arguments.sets, arguments.timeout)
         against = CatalogComparison(catalog, arguments.instance)
     verified = _verified(arguments, parts, against)
     for pause_s in _AGAIN_S:  # the log may be written still
