@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvbm.assembly import catalog_clients, kvbm_version
-from kvbm.catalog_questions import QUESTIONS, add_questions, ask
+from kvbm.catalog_questions import QUESTIONS, add_questions, add_timeout, ask
 from kvbm.command_line import (
     CommandParser,
     Commands,
@@ -112,6 +112,7 @@ It leaves the catalog's memory, its database, metrics and answers. What it has p
 found, and files and the archive have its events. An instance that is alive is not forgotten. One that comes back is
 asked for a snapshot."""
     forget.add_argument("instance", metavar="NAME", help="the instance's id")
+    add_timeout(forget)
     add_json(forget)
     add_settings(forget)
     _add_token(commands)
@@ -328,7 +329,7 @@ def _forget_instance(arguments: argparse.Namespace) -> int:
     settings = settings_of(arguments)
     if not settings.catalog.url:
         raise ConfigError("catalog.url is empty; name the running catalog, as --set catalog.url=http://127.0.0.1:7700")
-    client = catalog_clients(settings)
+    client = catalog_clients(settings, timeout_s=arguments.timeout)
     try:
         client.forget(InstanceId(arguments.instance))
     finally:

@@ -27,7 +27,7 @@ from kvbm.catalog_asked import (
     read_prompt,
 )
 from kvbm.catalog_tables import Filled, Listing, print_told, tenant_rows, tenant_table
-from kvbm.command_line import Commands, add_command, add_settings, count_between, settings_of
+from kvbm.command_line import Commands, add_command, add_settings, count_between, seconds, settings_of
 from kvbm.config import Settings
 from kvbm.core.answers import (
     LIMIT,
@@ -60,7 +60,7 @@ from kvbm.core.watch_events import (
     WatchEvent,
 )
 from kvbm.locate.base import Catalog
-from kvbm.locate.http import CatalogClient
+from kvbm.locate.http import TIMEOUT_S, CatalogClient
 from kvbm.progress import Watch
 from kvbm.terminal import as_json, say, say_csv
 
@@ -190,7 +190,7 @@ def ask(arguments: argparse.Namespace) -> int:
     """One question, and its answer on standard output. Raises CatalogError, ConfigError."""
     settings = settings_of(arguments)
     url = arguments.url or settings.catalog.url or listening_url(settings)
-    client = catalog_clients(settings, url)
+    client = catalog_clients(settings, url, arguments.timeout)
     try:
         _QUESTIONS[arguments.command](arguments, settings, client)
     finally:
@@ -238,8 +238,20 @@ def _add_common(parser: argparse.ArgumentParser, limit: bool = False) -> None:
         default="",
         help="of the catalog (default: catalog.url, else the address of catalog.listen)",
     )
+    add_timeout(parser)
     parser.add_argument("--json", action="store_true", help="the answer as JSON, in the fields of the HTTP API")
     add_settings(parser)
+
+
+def add_timeout(parser: argparse.ArgumentParser) -> None:
+    """`--timeout`, for which a catalog that is asked may take."""
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=TIMEOUT_S,
+        metavar="S",
+        help=f"how long an answer of the catalog may take (default {TIMEOUT_S:g})",
+    )
 
 
 # -- questions --------------------------------------------------------------------------------------------------------

@@ -620,12 +620,14 @@ def _compare_options(arguments: argparse.Namespace, workloads: tuple[str, ...]) 
     )
 
 
-def _replay_catalog(url: str, config: Path | None, sets: Sequence[str]) -> CatalogClient | PartedCatalog:
+def _replay_catalog(
+    url: str, config: Path | None, sets: Sequence[str], timeout_s: float
+) -> CatalogClient | PartedCatalog:
     settings = read_settings(config, sets)
     for one in url.split(";"):
-        with closing(catalog_client(one, catalog_credentials(settings))) as client:
+        with closing(catalog_client(one, catalog_credentials(settings), timeout_s)) as client:
             client.metrics()  # who may not ask this is told of no counts, and would find the catalog behind everywhere
-    return catalog_clients(settings, url)
+    return catalog_clients(settings, url, timeout_s)
 
 
 def _replay_credentials(config: Path | None, sets: Sequence[str]) -> Credentials:

@@ -16,10 +16,8 @@ from typing import Any
 
 import kvbm
 from kvbm.core.ids import Tier
-from tests.extras import needed
 from tests.lending_pairs import reads_by
-
-torch = needed("torch", "engine")
+from tests.upgrade_engine import serve_blocks
 
 BLOCK_TOKENS, BLOCK_BYTES, DEPTH, WAIT_S = 4, 1 << 18, 8, 120.0
 SPACE = kvbm.Namespace(model="alerts", revision="1", block_tokens=BLOCK_TOKENS)
@@ -27,10 +25,6 @@ SPACE = kvbm.Namespace(model="alerts", revision="1", block_tokens=BLOCK_TOKENS)
 
 def tokens_of(prompt: int) -> list[int]:
     return list(range(1000 * prompt, 1000 * prompt + DEPTH * BLOCK_TOKENS))
-
-
-def kv_of(block: bytes) -> Any:
-    return torch.frombuffer(bytearray(block), dtype=torch.uint8).repeat(BLOCK_BYTES // kvbm.HASH_BYTES)
 
 
 class Engine:
@@ -44,26 +38,10 @@ class Engine:
 
     def serve(self, prompt: int, wait_s: float = WAIT_S, settle: bool = True) -> dict[str, Any]:
         """How many blocks of a prompt were held; the others are computed. Each byte is checked."""
-        manager, hashes = self._manager, self.hashes_of(prompt)
-        blocks = [hashes[at : at + kvbm.HASH_BYTES] for at in range(0, len(hashes), kvbm.HASH_BYTES)]
-        prefix = manager.acquire(SPACE.id, hashes, wait_s=wait_s)
-        missing, slots = blocks[prefix.depth :], prefix.slots
-        if missing:
-            fresh = manager.allocate(len(missing))
-            if fresh is None:
-                manager.unpin(slots)
-                return {"depth": prefix.depth}
-            for block, slot in zip(missing, fresh, strict=True):
-                manager.hbm.tensor[slot] = kv_of(block)
-            parent = blocks[prefix.depth - 1] if prefix.depth else kvbm.NO_PARENT
-            slots = slots + manager.create(SPACE.id, parent, prefix.depth, b"".join(missing), fresh)
-        for block, slot in zip(blocks, slots, strict=True):
-            if not torch.equal(manager.hbm.tensor[slot], kv_of(block)):
-                raise SystemExit(f"prompt {prompt} has wrong bytes")
-        manager.unpin(slots)
-        if settle and not manager.settle(WAIT_S):
+        served = serve_blocks(self._manager, SPACE, self.hashes_of(prompt), BLOCK_BYTES, wait_s)
+        if served.has_room and settle and not self._manager.settle(WAIT_S):
             raise SystemExit("copies do not end")
-        return {"depth": prefix.depth}
+        return {"depth": served.depth}
 
     def evict(self, prompt: int, tiers: list[str]) -> dict[str, Any]:
         """Have tiers hold nothing of a prompt."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,31 +33,47 @@ def spaces(has_variant: bool) -> list[kvbm.Namespace]:
     return [kvbm.Namespace(**FIELDS), *([kvbm.Namespace(**FIELDS, variant="v2")] if has_variant else [])]
 
 
-def kv_of(block: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(block), dtype=torch.uint8).repeat(BLOCK_BYTES // kvbm.HASH_BYTES)
+def kv_of(block: bytes, block_bytes: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(block), dtype=torch.uint8).repeat(block_bytes // kvbm.HASH_BYTES)
+
+
+class Served(NamedTuple):
+    """Whether there was room for a prompt, and how many of its blocks were held."""
+
+    has_room: bool
+    depth: int
+
+
+def serve_blocks(manager: kvbm.Manager, space: kvbm.Namespace, hashes: bytes, size: int, wait_s: float) -> Served:
+    """Serve a prompt of blocks of this size: those that are not held are computed, and each byte is checked."""
+    blocks = [hashes[at : at + kvbm.HASH_BYTES] for at in range(0, len(hashes), kvbm.HASH_BYTES)]
+    prefix = manager.acquire(space.id, hashes, wait_s=wait_s)
+    missing, slots = blocks[prefix.depth :], prefix.slots
+    if missing:
+        fresh = manager.allocate(len(missing))
+        if fresh is None:
+            manager.unpin(slots)
+            return Served(False, prefix.depth)
+        for block, slot in zip(missing, fresh, strict=True):
+            manager.hbm.tensor[slot] = kv_of(block, size)
+        parent = blocks[prefix.depth - 1] if prefix.depth else kvbm.NO_PARENT
+        slots = slots + manager.create(space.id, parent, prefix.depth, b"".join(missing), fresh)
+    for block, slot in zip(blocks, slots, strict=True):
+        if not torch.equal(manager.hbm.tensor[slot], kv_of(block, size)):
+            raise SystemExit(f"block {block.hex()} has wrong bytes")
+    manager.unpin(slots)
+    return Served(True, prefix.depth)
 
 
 def serve(manager: kvbm.Manager, space: kvbm.Namespace, prompt: int, depth: int) -> dict[str, Any]:
     """How many blocks of a prompt were held, and what they are; the others are computed."""
     hashes = manager.hash_tokens(tokens_of(prompt, depth), space.root(), BLOCK_TOKENS)
-    blocks = [hashes[at : at + kvbm.HASH_BYTES] for at in range(0, len(hashes), kvbm.HASH_BYTES)]
-    prefix = manager.acquire(space.id, hashes, wait_s=WAIT_S)
-    missing, slots = blocks[prefix.depth :], prefix.slots
-    if missing:
-        fresh = manager.allocate(len(missing))
-        if fresh is None:
-            raise SystemExit(f"HBM has no room for {len(missing)} blocks")
-        for block, slot in zip(missing, fresh, strict=True):
-            manager.hbm.tensor[slot] = kv_of(block)
-        parent = blocks[prefix.depth - 1] if prefix.depth else kvbm.NO_PARENT
-        slots = slots + manager.create(space.id, parent, prefix.depth, b"".join(missing), fresh)
-    for block, slot in zip(blocks, slots, strict=True):
-        if not torch.equal(manager.hbm.tensor[slot], kv_of(block)):
-            raise SystemExit(f"prompt {prompt} has wrong bytes")
-    manager.unpin(slots)
+    served = serve_blocks(manager, space, hashes, BLOCK_BYTES, WAIT_S)
+    if not served.has_room:
+        raise SystemExit(f"HBM has no room for prompt {prompt}")
     if not manager.settle(WAIT_S):
         raise SystemExit("copies do not end")
-    return {"depth": prefix.depth, "namespace": space.id.hex(), "hashes": hashes.hex()}
+    return {"depth": served.depth, "namespace": space.id.hex(), "hashes": hashes.hex()}
 
 
 def place(manager: kvbm.Manager) -> dict[str, int]:

@@ -69,6 +69,8 @@ class RecordedLog:
     def states(self, at: str = "") -> list[InstanceState]:
         """What each instance held at a place; `lines()` of one gives it in words.
 
+        One that was not there yet is left out.
+
         Args:
             at: eEPOCH+OFFSET, OFFSET, a time such as 12:30:00, ISO 8601 or Unix seconds; "" for the end.
         Raises: ConfigError: `at` is none of them. JournalError, StreamError, KvbmError: the log cannot be read.

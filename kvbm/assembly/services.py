@@ -13,7 +13,7 @@ from kvbm.core.errors import ConfigError
 from kvbm.erasure.stream import ErasureLog
 from kvbm.files import make_folder
 from kvbm.locate.credentials import NO_CREDENTIALS, CatalogCredentials
-from kvbm.locate.http import CatalogClient
+from kvbm.locate.http import TIMEOUT_S, CatalogClient
 from kvbm.locate.nats_proof import NatsCredentials
 from kvbm.locate.parts import PartedCatalog, catalogs_at
 from kvbm.streams.nats.connection import shown
@@ -68,19 +68,25 @@ async def erasure_log(settings: Settings, url: str, credentials: Credentials) ->
     return await ErasureLog.open(url, settings.instance.cluster, nats.timeout_s, credentials, nats.replicas)
 
 
-def catalog_client(url: str, credentials: CatalogCredentials = NO_CREDENTIALS) -> CatalogClient:
+def catalog_client(
+    url: str, credentials: CatalogCredentials = NO_CREDENTIALS, timeout_s: float = TIMEOUT_S
+) -> CatalogClient:
     """A client of the catalog that hashes tokens natively. Raises CatalogError: the URL cannot be used."""
-    return CatalogClient(url, hash_tokens=NATIVE.sequence_hashes, credentials=credentials)
+    return CatalogClient(url, timeout_s, hash_tokens=NATIVE.sequence_hashes, credentials=credentials)
 
 
-def catalog_clients(settings: Settings, url: str = "") -> CatalogClient | PartedCatalog:
+def catalog_clients(settings: Settings, url: str = "", timeout_s: float = TIMEOUT_S) -> CatalogClient | PartedCatalog:
     """A client of the catalog at a URL, or of those of all parts. Raises CatalogError: a URL cannot be used.
 
     Args:
         url: instead of `catalog.url`.
+        timeout_s: that an answer may take.
     """
     return catalogs_at(
-        url or settings.catalog.url, hash_tokens=NATIVE.sequence_hashes, credentials=catalog_credentials(settings)
+        url or settings.catalog.url,
+        timeout_s,
+        hash_tokens=NATIVE.sequence_hashes,
+        credentials=catalog_credentials(settings),
     )
 
 

@@ -9,7 +9,7 @@ takes its tenant's secret.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -21,6 +21,29 @@ MOST_BYTES = 8 << 10  # of a statement
 MOST_GROUPS = 64
 _MOST_TOKENS = 1 << 20  # of a block, a window, a chunk and an alignment
 _MOST_SEED = 1 << 64
+
+
+class ReadBack(Protocol):
+    """How far back tokens of a group read; the attributes are those of ChainGroup."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def window_blocks(self) -> int | None: ...
+    @property
+    def chunk_tokens(self) -> int | None: ...
+
+
+def keeps_all(group: ReadBack) -> bool:
+    """Whether tokens at any position need all blocks of a group before it."""
+    return group.window_blocks is None and group.chunk_tokens is None
+
+
+def first_needed(group: ReadBack, end: int) -> int:
+    """The first block of a group that tokens after block `end` still need."""
+    if group.chunk_tokens is not None:
+        return end * group.block_tokens // group.chunk_tokens * group.chunk_tokens // group.block_tokens
+    return 0 if group.window_blocks is None else max(0, end - group.window_blocks)
 
 
 class ChainGroup(msgspec.Struct, frozen=True, array_like=True):
@@ -42,13 +65,11 @@ class ChainGroup(msgspec.Struct, frozen=True, array_like=True):
     @property
     def keeps_all(self) -> bool:
         """Whether tokens at any position need all blocks before it."""
-        return self.window_blocks is None and self.chunk_tokens is None
+        return keeps_all(self)
 
     def first_needed(self, end: int) -> int:
         """The first block that tokens after block `end` still need."""
-        if self.chunk_tokens is not None:
-            return end * self.block_tokens // self.chunk_tokens * self.chunk_tokens // self.block_tokens
-        return 0 if self.window_blocks is None else max(0, end - self.window_blocks)
+        return first_needed(self, end)
 
 
 class ChainStatement(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from kvbm.locate.credentials import CatalogCredentials, CredentialProof
 from kvbm.locate.proxies import proxy_of
-from kvbm.locate.requests import UNIX, AskedFirst, CatalogRequest, Turns, away, distrusted, ended, place_of
+from kvbm.locate.requests import UNIX, AskedFirst, CatalogRequest, Turns, away, distrusted, ended, late, place_of
 from kvbm.locate.transport import CatalogTransport
 from kvbm.telemetry.traceparent import NAME as TRACEPARENT
 from kvbm.telemetry.traceparent import traceparent
@@ -168,7 +168,7 @@ class AsyncTransport:
             async with asyncio.timeout(timeout_s):
                 return await self._ask(place, request, timeout_s)
         except TimeoutError:
-            raise away(place.url, f"no answer to {request.path} within {timeout_s:g} s") from None
+            raise late(place.url, request.path, timeout_s) from None
 
     async def _ask(self, place: _Place, request: CatalogRequest, timeout_s: float) -> tuple[int, bytes]:
         if (proxied := self._proxied.get(place.url)) is not None:

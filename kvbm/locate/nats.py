@@ -15,7 +15,7 @@ from kvbm.locate.credentials import CatalogCredentials
 from kvbm.locate.nats_bytes import NatsMessage, header
 from kvbm.locate.nats_proof import NatsProof, target_of
 from kvbm.locate.nats_wire import AnswerLateError, LostError, NobodyListensError, Question, Wire
-from kvbm.locate.requests import NOT_READY, CatalogAwayError, CatalogRequest, closed, error_code
+from kvbm.locate.requests import NOT_READY, CatalogAwayError, CatalogRequest, closed, error_code, late
 from kvbm.safe_log import SafeLog
 from kvbm.telemetry.traceparent import NAME as TRACEPARENT
 from kvbm.telemetry.traceparent import traceparent
@@ -103,9 +103,7 @@ class NatsTransport:
             except NobodyListensError as error:
                 raise CatalogAwayError(self._nobody(error), was_asked=False) from None
             except AnswerLateError:
-                failed = CatalogAwayError(
-                    self._away(f"no answer to {request.path} within {timeout_s:g} s"), was_asked=True
-                )
+                failed = late(self.url, request.path, timeout_s)
                 continue
             except LostError as error:
                 failed = failed or CatalogAwayError(str(error), error.was_asked)

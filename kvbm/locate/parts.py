@@ -63,7 +63,7 @@ from kvbm.locate.joined import (
     wanted_of,
     without_lent,
 )
-from kvbm.locate.requests import closed
+from kvbm.locate.requests import closed, late
 
 _ASKED_AT_ONCE = 16  # questions of the caller's
 _LOADS_KEPT = 256  # of namespaces
@@ -550,7 +550,7 @@ class PartedCatalog(TokenQuestions):
                 parts = _followed(client, answer.result(max(0.0, now_s + within_s + _LATE_S - time.monotonic())))
             except (CatalogError, TimeoutError) as error:
                 if client not in of:
-                    raise _away(client, within_s) if isinstance(error, TimeoutError) else error from None
+                    raise late(client.url, "/readyz", within_s) if isinstance(error, TimeoutError) else error from None
                 parts = of[client]
             members.append(Member(client, parts))
         try:
@@ -629,11 +629,3 @@ def _all_told(of: Callable[[list[int]], int], numbers: Sequence[int | None]) -> 
 
 def _followed(client: CatalogClient, answer: ReadyAnswer) -> tuple[int, ...]:
     return followed_parts(answer.parts, f"{client.url}/readyz")
-
-
-def _away(client: CatalogClient, within_s: float) -> CatalogError:
-    return CatalogError(
-        f"the catalog at {client.url} does not answer (/readyz, within {within_s:g} s); start it with kvbm-catalog "
-        "serve, or correct "
-        "catalog.url"
-    )

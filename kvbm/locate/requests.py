@@ -18,6 +18,7 @@ log = SafeLog()
 
 UNIX = "unix:"
 _START = "start it with kvbm-catalog serve, or correct catalog.url"
+_PATIENCE = "ask again, or wait longer (--timeout, timeout_s); where it is never heard in time, correct catalog.url"
 NOT_READY = ("not_ready", "no_instance")  # another catalog may have read further
 
 
@@ -45,11 +46,12 @@ class CatalogAwayError(CatalogError):
     Attributes:
         was_asked: it may have got the request.
         place: its URL, and in brackets why; "" where there is but one.
+        is_late: nobody has refused; time was over.
     """
 
-    def __init__(self, message: str, was_asked: bool, place: str = "") -> None:
+    def __init__(self, message: str, was_asked: bool, place: str = "", is_late: bool = False) -> None:
         super().__init__(message)
-        self.was_asked, self.place = was_asked, place
+        self.was_asked, self.place, self.is_late = was_asked, place, is_late
 
 
 def away(url: str, why: str, was_asked: bool = True, proxy: str = "") -> CatalogAwayError:
@@ -61,6 +63,23 @@ def away(url: str, why: str, was_asked: bool = True, proxy: str = "") -> Catalog
     through, remedy = (f" through the proxy {proxy}", ", or name its host in no_proxy") if proxy else ("", "")
     return CatalogAwayError(
         f"the catalog at {url} does not answer{through} ({why}); {_START}{remedy}", was_asked, f"{url}{through} ({why})"
+    )
+
+
+def late(url: str, path: str, timeout_s: float, proxy: str = "") -> CatalogAwayError:
+    """That the catalog at a URL does not answer in time: nobody has refused, so it is there, or cannot be reached.
+
+    Args:
+        path: what it was asked. proxy: as of `away`.
+    """
+    through = f" through the proxy {proxy}" if proxy else ""
+    why = f"no answer to {path} within {timeout_s:.3g} s"
+    return CatalogAwayError(
+        f"the catalog at {url} does not answer in time{through} ({why}): it is busy, or what was asked takes longer; "
+        f"{_PATIENCE}",
+        was_asked=True,
+        place=f"{url}{through} ({why})",
+        is_late=True,
     )
 
 
@@ -182,9 +201,12 @@ class Turns:
             return answer
         if len(self._failed) == 1:
             raise self._failed[0]
+        are_late = all(error.is_late for error in self._failed)
         raise CatalogAwayError(
-            f"none of the {self._count} catalogs answers: {', '.join(error.place for error in self._failed)}; {_START}",
+            f"none of the {self._count} catalogs answers: {', '.join(error.place for error in self._failed)}; "
+            f"{_PATIENCE if are_late else _START}",
             any(error.was_asked for error in self._failed),
+            is_late=are_late,
         )
 
 

@@ -22,6 +22,7 @@ from kvbm.locate.requests import (
     closed,
     distrusted,
     ended,
+    late,
     place_of,
 )
 from kvbm.locate.unix_socket import unix_pool
@@ -106,7 +107,7 @@ class _Place:
         if isinstance(error, urllib3.exceptions.NewConnectionError):  # which urllib3 counts among the timeouts
             return self._away(_words(error), was_asked=False)
         if isinstance(error, urllib3.exceptions.TimeoutError):
-            return self._away(f"no answer to {request.path} within {timeout_s:g} s")
+            return late(self.url, request.path, timeout_s, shown(self._proxy) if self._proxy else "")
         if isinstance(error, urllib3.exceptions.SSLError):
             return distrusted(self.url, error)
         is_ended = isinstance(error, urllib3.exceptions.ProtocolError)

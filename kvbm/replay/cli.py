@@ -532,7 +532,7 @@ def _state(arguments: argparse.Namespace, parts: Parts) -> int:
     source = _source(arguments, parts)
     located = watched(source.read(parts.backend), source)
     states = states_at(source, at, parts.backend, parts.fold, arguments.instance, arguments.blocks, located)
-    check_found(arguments.instance, states.instances)
+    check_found(arguments.instance, [*states.instances, *states.later])
     lists = arguments.json is None  # else the file has the blocks
     write(arguments.json, states, (line for state in states.instances for line in state.lines(lists)))
     return end(states.findings, states.notes)
@@ -543,7 +543,7 @@ def _verify(arguments: argparse.Namespace, parts: Parts) -> int:
     if arguments.catalog:
         if parts.ask is None:
             raise SourceError("nothing here can ask a catalog")
-        catalog = parts.ask(arguments.catalog, arguments.config, arguments.sets)
+        catalog = parts.ask(arguments.catalog, arguments.config, arguments.sets, arguments.timeout)
         against = CatalogComparison(catalog, arguments.instance)
     verified = _verified(arguments, parts, against)
     for pause_s in _AGAIN_S:  # the log may be written still

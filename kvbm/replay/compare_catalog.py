@@ -50,8 +50,8 @@ class CatalogAnswers(Protocol):
 
 
 AskCatalog = Callable[
-    [str, Path | None, Sequence[str]], CatalogAnswers
-]  # URL, file of settings, KEY=VALUE settings → who answers
+    [str, Path | None, Sequence[str], float], CatalogAnswers
+]  # URL, file of settings, KEY=VALUE settings, seconds that an answer may take → who answers
 
 
 class Difference(msgspec.Struct, frozen=True, kw_only=True):

@@ -76,10 +76,15 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class States(msgspec.Struct, kw_only=True):
-    """What all instances held, and what damage was met on the way."""
+    """What all instances held, and what damage was met on the way.
+
+    Attributes:
+        instances: of which the log has something up to the place. later: the others, whose first event comes behind.
+    """
 
     source: str
     instances: list[InstanceState] = []
+    later: list[InstanceId] = []
     findings: list[ReplayFinding] = []
     notes: list[str] = []
 
@@ -91,12 +96,14 @@ class _Cut:
         self.fold = StreamFold(new_fold, backend.decode_frame)
         self.last: ScannedFrame | None = None
         self.is_whole_frame = False
+        self.begins_ns = 0  # when the first frame was cut
         self._at = at
         self._is_over = False
 
     def take(self, frame: ScannedFrame, data: bytes) -> None:
         """Fold what of this frame lies before the place."""
         at = self._at
+        self.begins_ns = self.begins_ns or frame.wall_time_ns
         if at.time_us is not None and frame.wall_time_ns // 1000 > at.time_us:
             self._is_over = True
         if self._is_over or (at.epoch is not None and frame.epoch > at.epoch):
@@ -173,8 +180,13 @@ def states_at(
             cuts[key] = cut.next_life(_Cut(at, fold, backend))
             states.notes.append(life_text(key, step))
     for key, cut in sorted(cuts.items(), key=lambda entry: (entry[0].instance, entry[0].group)):
-        states.instances.append(_state(key, cut, with_blocks))
-        states.notes += _notes(key, cut, at)
+        if cut.fold.epoch:
+            states.instances.append(_state(key, cut, with_blocks))
+            states.notes += _notes(key, cut, at)
+        else:
+            states.later.append(key.instance)
+            begins = f"its first event in the log is of {time_text(cut.begins_ns)}"
+            states.notes.append(f"instance {key.instance}: not there yet, {begins}")
     return states
 
 
@@ -193,8 +205,6 @@ def _notes(key: StreamKey, cut: _Cut, at: At) -> Iterator[str]:
             "the one "
             "asked for; this is its state there"
         )
-    if not fold.epoch:
-        yield f"instance {key.instance}: nothing is known of it up to there"
 
 
 def _state(key: StreamKey, cut: _Cut, with_blocks: bool) -> InstanceState:

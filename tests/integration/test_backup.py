@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,6 +18,9 @@ import pytest
 from kvbm.assembly import open_manager
 from kvbm.cli import replay_main
 from kvbm.config import load_settings
+from kvbm.core.answers import InstanceSummary
+from kvbm.core.errors import CatalogRefusedError
+from kvbm.core.ids import InstanceId
 from kvbm.manager.owned_hbm import Manager
 from kvbm.streams.server import EmbeddedServer
 from tests.catalog_site import Running, run_catalog
@@ -29,9 +33,9 @@ CLUSTER = "prod"
 WAIT_S = 180.0
 
 
-def catalog_on(opened: ExitStack, nats: str, database: str, folder: Path) -> Running:
+def catalog_on(opened: ExitStack, nats: str, database: str, folder: Path, liveness_s: float = WAIT_S) -> Running:
     """A catalog with its archive and checkpoints in a folder."""
-    more = {"archive": str(folder / "archive"), "checkpoints": str(folder / "checkpoints"), "liveness_s": WAIT_S}
+    more = {"archive": str(folder / "archive"), "checkpoints": str(folder / "checkpoints"), "liveness_s": liveness_s}
     running = run_catalog(nats, CLUSTER, database, **more)
     opened.callback(lambda: next(running, None))
     return next(running)
@@ -69,12 +73,12 @@ def run_as_told(program: str, urls: dict[str, str], folder: Path) -> None:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, Callable[[str], Manager]]]:
+def site(tmp_path: Path) -> Iterator[tuple[EmbeddedServer, Callable[..., Manager]]]:
     with nats_server() as server, ExitStack() as opened:
 
-        def engine(url: str) -> Manager:
+        def engine(url: str, name: str = "one") -> Manager:
             flags: dict[str, Any] = {
-                "instance.id": "one",
+                "instance.id": name,
                 "instance.cluster": CLUSTER,
                 "instance.data_dir": str(tmp_path / "engine"),
                 "nats.url": url,
@@ -120,6 +124,59 @@ def test_a_dump_and_an_archive_taken_while_all_runs_are_restored_to_a_catalog_th
         serve(manager, 99, 8)
         assert manager.settle(WAIT_S)
         eventually(lambda: is_equal(restored / "archive", other), "it does not go on", WAIT_S)
+
+
+def test_an_instance_that_had_stopped_is_suspect_after_a_restore_until_it_is_forgotten(
+    tmp_path: Path, site: tuple[EmbeddedServer, Callable[..., Manager]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (server, engine), live, restored = site, tmp_path / "live", tmp_path / "restored"
+    with ExitStack() as opened:
+        live.mkdir()
+        catalog = catalog_on(opened, server.url, f"sqlite+aiosqlite:///{live / 'catalog.db'}", live)
+        stays, stops = engine(server.url), engine(server.url, "two")
+        for manager in (stays, stops):
+            serve(manager, 1, 8)
+            assert manager.settle(WAIT_S)
+        eventually(lambda: is_equal(live / "archive", catalog), "the catalog is not the fold", WAIT_S)
+        restored.mkdir()
+        with (
+            closing(sqlite3.connect(live / "catalog.db")) as here,
+            closing(sqlite3.connect(restored / "catalog.db")) as copy,
+        ):
+            here.backup(copy)
+        shutil.copytree(live / "archive", restored / "archive")
+        stops.close()
+        eventually(lambda: told_of(catalog, "two").state == "stopped", "", WAIT_S)
+        database = f"sqlite+aiosqlite:///{restored / 'catalog.db'}"
+        other = catalog_on(opened, server.url, database, restored, liveness_s=10.0)
+        eventually(lambda: told_of(other, "two").state == "stopped" and not told_of(other, "one").suspect, "", WAIT_S)
+        two = told_of(other, "two")
+        assert (two.suspect, two.suspicions, two.excluded) == (True, ["joined midway"], "stopped")
+        capsys.readouterr()
+        words = ["verify", str(restored / "archive"), "--catalog", other.client.url]
+        assert replay_main(words) == 3
+        said = capsys.readouterr().out
+        assert "NOT ALL COMPARED: 1 of 2 instances compared" in said and "instance two at e1+" in said
+        eventually(lambda: is_forgotten(other, "two"), "it is not forgotten", WAIT_S)
+        assert replay_main(words) == 0
+        assert "and the catalog has forgotten it; not compared" in capsys.readouterr().out
+
+
+def is_forgotten(catalog: Running, name: str) -> bool:
+    """Whether the catalog forgets an instance; for a while after its start it may not."""
+    try:
+        catalog.client.forget(InstanceId(name))
+    except CatalogRefusedError as error:
+        if error.code != "not_now":
+            raise
+        return False
+    return True
+
+
+def told_of(catalog: Running, name: str) -> InstanceSummary:
+    found = catalog.client.instance(name)
+    assert found is not None
+    return found
 
 
 def test_the_pages_table_names_what_settings_call_it() -> None:

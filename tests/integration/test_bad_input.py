@@ -611,6 +611,12 @@ def test_an_object_store_that_is_closed_or_lacks_the_bucket_is_named(
     assert "does not answer" in said and "check pools.object.endpoint" in said
     with pytest.raises(ConfigError, match="names no store; begin it with one of s3://, az://"):
         open_manager(tmp_path, pools__object__url="bucket", pools__object__endpoint=closed)
+    for wrong, why in (
+        ("My_Bucket/x", "'My_Bucket' is no name of a bucket"),
+        ("bucket/a b", "its prefix 'a b' has others"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            open_manager(tmp_path, pools__object__url=f"s3://{wrong}", pools__object__endpoint=closed)
     bucket = f"kvbm-{uuid.uuid4().hex}"
     flags = {"pools__object__url": f"s3://{bucket}/x", "pools__object__endpoint": s3_endpoint}
     with pytest.raises(PoolError, match=f"has no bucket '{bucket}'; create it"):

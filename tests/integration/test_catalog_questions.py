@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -24,8 +26,10 @@ from kvbm.catalog.service import ServiceSettings
 from kvbm.command_line import configure_logs
 from kvbm.config import Settings
 from kvbm.core.answers import BlockAnswer, InstanceSummary, LookupAnswer, RouteAnswer
+from kvbm.core.errors import CatalogError
 from kvbm.core.ids import Namespace
 from kvbm.core.watch_events import BlockChanges, WatchBegun, WatchEvent
+from kvbm.locate.asynchronous import AsyncCatalogClient
 from kvbm.locate.http import CatalogClient
 from tests.eventually import WAIT_S, eventually
 from tests.ledger_instances import HASHES, POOL, SPACE, LedgerInstance
@@ -67,7 +71,7 @@ def is_live(instance: LedgerInstance, client: CatalogClient) -> bool:
     return [one.state for one in client.instances()] == ["live"]
 
 
-def patient(settings: Settings, url: str = "") -> CatalogClient:
+def patient(settings: Settings, url: str = "", timeout_s: float = 0.0) -> CatalogClient:
     """The client of a command, which waits for as long as a busy machine may take."""
     client = catalog_clients(settings, url)
     assert isinstance(client, CatalogClient)
@@ -358,12 +362,42 @@ def test_a_tenants_secret_that_is_missing_is_asked_for_with_what_can_be_given(
     status, out, err = asked("lookup", ids, *chosen)
     assert (status, out) == (2, "")
     assert "tokens of tenant 'acme' are hashed with its secret" in err and "catalog.tenant_secrets_file=FILE" in err
-    assert SPACE.id.hex() in err and acme.id.hex() not in err  # the other one can be asked without
+    assert "[tenants.acme]" in err and SPACE.id.hex() not in err  # which is nobody's, and has other hashes
     secrets = tmp_path / "secrets.toml"
-    secrets.write_text('[tenants.acme]\nsecret = "a secret"\n')
+    secrets.write_text('[tenants."b b"]\nsecret = "another"\n')
     secrets.chmod(0o600)
-    status, out, _ = asked("lookup", ids, *chosen, "--set", f"catalog.tenant_secrets_file={secrets}")
+    assert f"nor in {secrets}; write there [tenants.acme]" in asked("lookup", ids, *chosen, *named(secrets))[2]
+    secrets.write_text('[tenants.acme]\nsecret = "a secret"\n')
+    status, out, _ = asked("lookup", ids, *chosen, *named(secrets))
     assert status == 0 and "10 full blocks" in out
+
+
+def test_a_catalog_that_takes_too_long_is_told_from_one_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:  # takes connections, and answers nothing
+        host, port = busy.getsockname()
+        words = ["--url", f"http://{host}:{port}", "--timeout", "0.2"]
+        late = f"the catalog at http://{host}:{port} does not answer in time (no answer to "
+        for question in (["instances"], ["who", "ab" * 4]):
+            assert cli.catalog_main([*question, *words]) == 2
+            said = capsys.readouterr().err
+            assert late in said and "within 0.2 s)" in said and "--timeout" in said and "start it" not in said
+        set_url = ["--set", f"catalog.url=http://{host}:{port}", "--timeout", "0.2"]
+        assert cli.catalog_main(["forget", "gpu-7", *set_url]) == 2
+        assert late in capsys.readouterr().err
+
+        async def ask() -> None:
+            async with AsyncCatalogClient(f"http://{host}:{port}", timeout_s=0.2) as client:
+                await client.instances()
+
+        with pytest.raises(CatalogError, match="does not answer in time"):
+            asyncio.run(ask())
+    assert cli.catalog_main(["instances", *words]) == 2  # nobody listens now
+    said = capsys.readouterr().err
+    assert "start it with kvbm-catalog serve" in said and "in time" not in said
+
+
+def named(secrets: Path) -> tuple[str, str]:
+    return "--set", f"catalog.tenant_secrets_file={secrets}"
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -43,7 +43,7 @@ from kvbm.streams.nats.stream import NatsStream
 from tests.catalog_site import HASHES, OTHER, POOLS, SPACE, TOKENS, Instance, Running, run_catalog
 from tests.eventually import WAIT_S, eventually
 from tests.extras import needed
-from tests.nats_fixture import cluster, nats_url  # noqa: F401
+from tests.nats_fixture import cluster, nats_url, new_cluster  # noqa: F401
 from tests.servers import free_port, nats_server
 
 text_string_to_metric_families = needed("prometheus_client.parser", "catalog").text_string_to_metric_families
@@ -453,7 +453,10 @@ def test_bad_requests_are_refused_in_words(asked: Running, path: str, body: Any,
 def asked(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:  # noqa: F811
     """One empty catalog for all requests that go wrong."""
     yield from run_catalog(
-        nats_url, "nobody", f"sqlite:///{tmp_path_factory.mktemp('catalog') / 'catalog.db'}", liveness_s=FOR_EVER_S
+        nats_url,
+        new_cluster("nobody"),
+        f"sqlite:///{tmp_path_factory.mktemp('catalog') / 'catalog.db'}",
+        liveness_s=FOR_EVER_S,
     )
 
 

@@ -43,7 +43,7 @@ from tests.floods import (
     publish_instances,
     raise_file_limit,
 )
-from tests.nats_fixture import WAIT_S, cluster, nats_url  # noqa: F401
+from tests.nats_fixture import WAIT_S, cluster, nats_url, new_cluster  # noqa: F401
 
 MIB = 1 << 20
 FLOOD_S = float(os.environ.get("FLOOD_SECONDS") or 20)
@@ -117,7 +117,7 @@ def test_no_answer_redirects_to_where_the_caller_says(asked: CatalogProcess) -> 
 @pytest.fixture(scope="module")
 def asked(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogProcess]:  # noqa: F811
     hosts = {"hosts": "evil.example"}  # a name of a caller's choice, which is let in
-    with catalog_process(tmp_path_factory.mktemp("asked"), nats_url, "nobody", access=hosts) as process:
+    with catalog_process(tmp_path_factory.mktemp("asked"), nats_url, new_cluster("nobody"), access=hosts) as process:
         yield process
 
 
@@ -205,7 +205,7 @@ def test_long_routes_take_a_bounded_table(catalog: CatalogProcess) -> None:
 def strict(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogProcess]:  # noqa: F811
     """It takes ten requests from each address, and then one in ten seconds."""
     limits: dict[str, object] = {"requests_per_s": 0.1, "burst": 10, "loopback": True}
-    with catalog_process(tmp_path_factory.mktemp("strict"), nats_url, "nobody", **limits) as process:
+    with catalog_process(tmp_path_factory.mktemp("strict"), nats_url, new_cluster("nobody"), **limits) as process:
         yield process
 
 

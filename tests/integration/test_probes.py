@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import math
-import os
 import random
 import sys
 import time
@@ -39,7 +38,7 @@ from kvbm.streams.nats.stream import NatsStream
 from tests.callers import ACME, BETA, SECRETS, TOKENS, Answered, ask, hashes_in, publish
 from tests.certificates import certify
 from tests.eventually import eventually, eventually_async
-from tests.nats_fixture import WAIT_S, cluster, make_frame, nats_url, patient  # noqa: F401
+from tests.nats_fixture import WAIT_S, cluster, make_frame, nats_url, new_cluster, patient  # noqa: F401
 
 SAMPLES = 10_000
 OVER_TLS = 300
@@ -145,7 +144,7 @@ class Site(NamedTuple):
 @pytest.fixture(scope="module")
 def site(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:  # noqa: F811
     folder = tmp_path_factory.mktemp("probes")
-    access, within = folder / "access.toml", f"probes-{os.getpid()}"
+    access, within = folder / "access.toml", new_cluster("probes")
     router = add_token(access, NewToken("acme", "router", ["acme"]), time.time())
     operator = add_token(access, NewToken("ops", "operator"), time.time())
     settings = ServiceSettings(

@@ -14,9 +14,8 @@ import pytest
 
 from tests.floods import CatalogProcess, catalog_process, publish_instances
 from tests.http_wire import Wire, check_in_any_order, post, same
-from tests.nats_fixture import nats_url  # noqa: F401
+from tests.nats_fixture import nats_url, new_cluster  # noqa: F401
 
-CLUSTER = "real-clients"
 BODY = b'{"namespace":{"model":"m","block_tokens":16},"tokens":[0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15]}'
 LENGTH = len(BODY)
 JSON = "content-type: application/json"
@@ -24,8 +23,9 @@ JSON = "content-type: application/json"
 
 @pytest.fixture(scope="module")
 def catalog(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogProcess]:  # noqa: F811
-    publish_instances(nats_url, CLUSTER)
-    with catalog_process(tmp_path_factory.mktemp("catalog"), nats_url, CLUSTER) as process:
+    within = new_cluster("real-clients")
+    publish_instances(nats_url, within)
+    with catalog_process(tmp_path_factory.mktemp("catalog"), nats_url, within) as process:
         yield process
 
 

@@ -51,7 +51,7 @@ PARTS = Parts(
     NATIVE_INDEX,
     NATIVE_AGES,
     NATIVE_STAYS,
-    lambda url, config, sets: catalog_client(url),
+    lambda url, config, sets, timeout_s: catalog_client(url),
 )
 
 

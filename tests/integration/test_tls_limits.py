@@ -23,7 +23,7 @@ from kvbm.catalog.edge.connections import unsent_bytes
 from tests.certificates import certify
 from tests.eventually import eventually
 from tests.floods import FIELDS, CatalogProcess, catalog_process, publish_instances, raise_file_limit
-from tests.nats_fixture import nats_url  # noqa: F401
+from tests.nats_fixture import nats_url, new_cluster  # noqa: F401
 
 MIB = 1 << 20
 SOCKETS = 400
@@ -74,10 +74,11 @@ def site(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Si
     ca = certify(folder, "ca")
     server = certify(folder, "server", ca)
     token = add_token(folder / "access.toml", NewToken("ops", "operator"), time.time())
-    publish_instances(nats_url, "tls-limits", [f"instance-{number:04}" for number in range(600)])
+    within = new_cluster("tls-limits")
+    publish_instances(nats_url, within, [f"instance-{number:04}" for number in range(600)])
     given = {"access": folder / "access.toml", "tls_cert": server.cert, "tls_key": server.key}
     limits = {"header_s": 5, "write_s": 5, "idle_s": 600, "sockets": 512}
-    with catalog_process(folder, nats_url, "tls-limits", access=given, ca=str(ca.cert), **limits) as catalog:
+    with catalog_process(folder, nats_url, within, access=given, ca=str(ca.cert), **limits) as catalog:
         yield Site(catalog, str(ca.cert), token)
 
 

@@ -17,9 +17,8 @@ from kvbm.core.ids import NamespaceId
 from kvbm.core.prompt_batches import CONTENT_TYPE, PromptBatch, encode_batch
 from tests.floods import FIELDS, SPACE, CatalogProcess, catalog_process, publish_instances
 from tests.http_wire import Wire, chunked, post, same
-from tests.nats_fixture import nats_url  # noqa: F401
+from tests.nats_fixture import nats_url, new_cluster  # noqa: F401
 
-CLUSTER = "two-ways"
 NAMES = [f"instance-{number:02}" for number in range(5)]
 HASHES = "".join(f"{number:032x}" for number in range(1, 17))
 PATHS = {
@@ -60,8 +59,9 @@ ODD: list[Any] = [
 
 @pytest.fixture(scope="module")
 def catalog(nats_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogProcess]:  # noqa: F811
-    publish_instances(nats_url, CLUSTER, NAMES)
-    with catalog_process(tmp_path_factory.mktemp("catalog"), nats_url, CLUSTER) as process:
+    within = new_cluster("two-ways")
+    publish_instances(nats_url, within, NAMES)
+    with catalog_process(tmp_path_factory.mktemp("catalog"), nats_url, within) as process:
         yield process
 
 

@@ -95,7 +95,8 @@ def test_an_offset_beyond_the_stream_is_said_and_the_end_is_shown(tmp_path: Path
     assert "before the one asked for" in answer.notes[0]
     assert answer.instances[0].offset == FRAMES[-1].next_offset
     before = states(path, "1999-01-01T00:00:00Z")
-    assert before.instances[0].tiers == [] and "nothing is known" in before.notes[0]
+    assert (before.instances, before.later) == ([], [FRAMES[0].instance])
+    assert "one: not there yet, its first event in the log is of 2026-" in before.notes[0]
 
 
 def test_after_a_hole_a_tier_is_suspect_until_a_snapshot_has_ended_in_it(tmp_path: Path) -> None:

@@ -62,6 +62,25 @@ def test_what_the_environment_says_has_no_white_space_at_its_ends(monkeypatch: p
     assert key_of_environment() == Key("key")
 
 
+@pytest.mark.parametrize("url", ["az://My_Account/blocks/x", "az://-acct/blocks/x", "az://a/blocks"])
+def test_a_bad_account_is_blamed_and_no_prefix(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no name of an account or container, which has 3 to 63") as caught:
+        place_of(url, "")
+    assert "its prefix" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("az://acct/blocks/a b", "its prefix 'blocks/a b' has others than"),
+        ("az://acct", "no container is named behind"),
+    ],
+)
+def test_a_bad_prefix_is_blamed_and_so_is_a_missing_container(url: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        place_of(url, "")
+
+
 @pytest.mark.parametrize(
     ("url", "endpoint", "key", "place"),
     [

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import groupby, islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -36,6 +36,23 @@ _MOST_TEXT = 200  # characters of a field's value
 _MOST_LINES = 20
 
 
+class LookupsAsked(NamedTuple):
+    """Lookups of several prompts of one namespace.
+
+    Attributes:
+        key: the namespace to look in, see `Visibility.key`. namespace: as the caller has given it.
+        prompts: packed hashes of each.
+        limit: instances that are told of each.
+    """
+
+    cluster_index: ClusterIndex
+    key: NamespaceId
+    prompts: Sequence[bytes]
+    limit: int
+    caller: Caller
+    namespace: NamespaceId
+
+
 class Misses:
     """See the module. One thread.
 
@@ -60,63 +77,37 @@ class Misses:
         why = self.why_none(answer, caller, asked)
         return answer if why is None else self.reasoned(answer, "lookup", caller, asked, why)
 
-    def lookups(
-        self,
-        index: ClusterIndex,
-        key: NamespaceId,
-        prompts: Sequence[bytes],
-        limit: int,
-        caller: Caller,
-        asked: NamespaceId,
-        are_left_out: bool = True,
-    ) -> bytes:
+    def lookups(self, asked: LookupsAsked, are_left_out: bool = True) -> bytes:
         """The answers to lookups in the binary form, with the reason's number where nothing was found.
 
         Args:
-            key: the namespace to look in, see `Visibility.key`.
-            prompts: packed hashes of each.
             are_left_out: whether there may be instances that are left out of answers.
         """
-        if b"" in prompts:  # of which the reason is another
-            return b"".join(self._lookups(index, key, [one], limit, caller, asked) for one in prompts)
-        return self._lookups(index, key, prompts, limit, caller, asked, are_left_out)
+        if b"" in asked.prompts:  # of which the reason is another
+            return b"".join(self._lookups(asked._replace(prompts=[one]), True) for one in asked.prompts)
+        return self._lookups(asked, are_left_out)
 
-    def _lookups(
-        self,
-        index: ClusterIndex,
-        key: NamespaceId,
-        prompts: Sequence[bytes],
-        limit: int,
-        caller: Caller,
-        asked: NamespaceId,
-        are_left_out: bool = True,
-    ) -> bytes:
+    def _lookups(self, asked: LookupsAsked, are_left_out: bool) -> bytes:
         """Those of prompts that either all have blocks or are one."""
-        why = self.why(caller, asked, len(prompts[0]) if prompts else 1)
+        prompts, key = asked.prompts, asked.key
+        why = self.why(asked.caller, asked.namespace, len(prompts[0]) if prompts else 1)
         if why != "not_held" or not are_left_out:
-            return self._lookups_alike(index, key, prompts, limit, caller, asked, why)
+            return self._lookups_alike(asked, why)
         answers = []
-        of_whom = groupby(prompts, lambda one: bool(index.excluded_holders(key, SequenceHash(one[:HASH_BYTES]))))
+        of_whom = groupby(
+            prompts, lambda one: bool(asked.cluster_index.excluded_holders(key, SequenceHash(one[:HASH_BYTES])))
+        )
         for is_excluded, some in of_whom:
             why_these: MissedWhy = "excluded" if is_excluded else "not_held"
-            answers.append(self._lookups_alike(index, key, list(some), limit, caller, asked, why_these))
+            answers.append(self._lookups_alike(asked._replace(prompts=list(some)), why_these))
         return b"".join(answers)
 
-    def _lookups_alike(
-        self,
-        index: ClusterIndex,
-        key: NamespaceId,
-        prompts: Sequence[bytes],
-        limit: int,
-        caller: Caller,
-        asked: NamespaceId,
-        why: MissedWhy,
-    ) -> bytes:
+    def _lookups_alike(self, asked: LookupsAsked, why: MissedWhy) -> bytes:
         """Those of prompts of which nothing would be found for the same reason."""
-        before = index.prompts_missed()
-        answers = index.encode_prefixes(key, prompts, limit, number_of(why))
-        if times := index.prompts_missed() - before:
-            self.explained("lookup", caller, asked, why, times)
+        before = asked.cluster_index.prompts_missed()
+        answers = asked.cluster_index.encode_prefixes(asked.key, asked.prompts, asked.limit, number_of(why))
+        if times := asked.cluster_index.prompts_missed() - before:
+            self.explained("lookup", asked.caller, asked.namespace, why, times)
         return answers
 
     def presence(self, answer: PresenceAnswer, caller: Caller, asked: Namespace | NamespaceId) -> PresenceAnswer:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvbm.catalog.access.callers import EMBEDDED, Caller
 from kvbm.catalog.answers.candidates import CandidateSets, model_of
-from kvbm.catalog.answers.misses import Misses
+from kvbm.catalog.answers.misses import LookupsAsked, Misses
 from kvbm.catalog.answers.visibility import NOWHERE, Visibility
 from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.lag import Confirmation
@@ -199,8 +199,8 @@ class Queries:
         if not self._backlog.behind:
             key = self.visibility.key(caller, asked.namespace)
             prompts = [hashes for hashes, _ in asked.prompts]
-            are_left_out = self._liveness.leaves_out
-            return self.misses.lookups(self._index, key, prompts, asked.limit, caller, asked.namespace, are_left_out)
+            lookups = LookupsAsked(self._index, key, prompts, asked.limit, caller, asked.namespace)
+            return self.misses.lookups(lookups, self._liveness.leaves_out)
         return b"".join(
             encode_lookup(self.lookup(asked.namespace, hashes, caller, asked.limit)) for hashes, _ in asked.prompts
         )

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kvbm.core.chain_statement import first_needed, keeps_all
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, NamespaceId, SequenceHash
 from kvbm.engines.vllm.adapters import Adapters, Origin
 from kvbm.engines.vllm.handoff import is_for_a_decoder
@@ -63,13 +64,11 @@ class KvGroup(NamedTuple):
     @property
     def keeps_all(self) -> bool:
         """Whether tokens at any position need all blocks before it."""
-        return self.window_blocks is None and self.chunk_tokens is None
+        return keeps_all(self)
 
     def first_needed(self, end: int) -> int:
         """The first block that tokens after block `end` still need."""
-        if self.chunk_tokens is not None:
-            return end * self.block_tokens // self.chunk_tokens * self.chunk_tokens // self.block_tokens
-        return 0 if self.window_blocks is None else max(0, end - self.window_blocks)
+        return first_needed(self, end)
 
     def digests(self, hashes: Sequence[bytes], begin: int, end: int) -> Sequence[bytes]:
         """vLLM's hashes of the blocks from `begin` to before `end`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
-from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError
+from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError, why_no_place
 from kvbm.pools.stores.blobs import NO_RETRIES, BlobStore, made, require_obstore
 from kvbm.pools.stores.link import LIMITS, RequestLimits, StoreLink, certificate_words, first_line, link_to
 from kvbm.pools.stores.waiting import Silent, within
@@ -129,8 +129,8 @@ def place_of(url: str, endpoint: str, key: Key = Key()) -> ContainerPlace:  # no
         return ContainerPlace(key.account, container, "/".join(rest), key.endpoint)
     if match is None or not parts:
         raise ConfigError(
-            f"pools.object.url {url!r} is no az://account/container/prefix, or az://container/prefix with"
-            " pools.object.endpoint (letters, digits, and -._=/ in the prefix); correct it"
+            f"pools.object.url {url!r} is no az://account/container/prefix, or az://container/prefix with "
+            f"pools.object.endpoint ({why_no_place(url, 'an account or container', '-')}); correct it"
         )
     account = match["first"]
     return ContainerPlace(account, parts[0], "/".join(parts[1:]), f"https://{account}.blob.core.windows.net")

@@ -9,6 +9,7 @@ returned, except bodies of puts, which the caller must not change.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from enum import Enum
@@ -232,3 +233,20 @@ class OpenedStore(ObjectStore, Protocol):
     """
 
     remarks: tuple[str, ...]
+
+
+def why_no_place(url: str, what: str, marks: str) -> str:
+    """What is wrong in the URL of a store whose first part is a name and whose rest is a prefix.
+
+    Args:
+        what: the first part names. marks: what it may have beside lower-case letters and digits.
+    """
+    first, _, rest = url.partition("://")[2].partition("/")
+    if not re.fullmatch(rf"[a-z0-9][a-z0-9{re.escape(marks)}]{{1,61}}[a-z0-9]", first):
+        return (
+            f"{first[:80]!r} is no name of {what}, which has 3 to 63 lower-case letters, digits and any of {marks!r}, "
+            "and begins and ends with a letter or digit"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9._/=-]*", rest):
+        return f"its prefix {rest[:80]!r} has others than letters, digits, and -._=/"
+    return "no container is named behind the account"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from kvbm.core.errors import ConfigError, MissingExtraError, PoolError
-from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError
+from kvbm.pools.stores.base import OPEN_WAIT_S, StoreAwayError, why_no_place
 from kvbm.pools.stores.blobs import NO_RETRIES, BlobStore, made, require_obstore
 from kvbm.pools.stores.direct import DirectSigner, is_direct
 from kvbm.pools.stores.link import LIMITS, RequestLimits, StoreLink, certificate_words, first_line, link_to
@@ -132,7 +132,7 @@ def bucket_of(url: str) -> tuple[str, str]:
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(
-            f"pools.object.url {url!r} is no s3://bucket/prefix (letters, digits, and -._=/ in the prefix); correct it"
+            f"pools.object.url {url!r} is no s3://bucket/prefix ({why_no_place(url, 'a bucket', '-.')}); correct it"
         )
     return match["bucket"], re.sub("/+", "/", match["prefix"] or "").strip("/")
 
