@@ -24,6 +24,7 @@ from kvbm.catalog.follow.archive import Archive
 from kvbm.catalog.follow.checkpoints import Checkpointer, Checkpointing, load_newest
 from kvbm.catalog.follow.follower import StreamFollower
 from kvbm.catalog.follow.forgetting import Forgetting
+from kvbm.catalog.follow.freed_memory import give_back_after_backlogs, give_back_freed
 from kvbm.catalog.follow.heartbeats import HeartbeatFollower
 from kvbm.catalog.follow.lag import StreamLag
 from kvbm.catalog.follow.row_collector import RowCollector
@@ -378,6 +379,12 @@ class CatalogService:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _blocks_read(self) -> int:
+        return self.sequencer.counters.blocks
+
+    def _is_all_read(self) -> bool:
+        return self.lag.known_messages(time.monotonic()) == 0
+
     def _let_go(self, instance: InstanceId) -> None:
         """An instance was forgotten."""
         self.rows.forget(instance)
@@ -398,6 +405,7 @@ class CatalogService:
             ("end", self.lag.watch()),
             ("sweep", self.upkeep.sweep()),
             ("audit", self.upkeep.audit()),
+            ("give back", give_back_after_backlogs(self._blocks_read, self._is_all_read, give_back_freed)),
             ("suspicion", self.requests.find_unended()),
             ("forget", self.forgetting.run()),
             ("usage", keep_usage(self.store, self.settings.usage_keep_days)),

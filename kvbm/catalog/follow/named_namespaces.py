@@ -26,6 +26,8 @@ class NamedNamespaces:
         all: these, and those that heartbeats name.
     """
 
+    __slots__ = ("_told", "_used", "all", "named_none", "started")
+
     def __init__(self, started: Iterable[NamespaceId] = (), named_none: bool = False) -> None:
         self.started, self.named_none = frozenset(started), named_none
         self.all = self.started

@@ -28,6 +28,8 @@ class PublishedReports:
     any more. What another life reported of an epoch does not count: nobody will send that.
     """
 
+    __slots__ = ("_known",)
+
     def __init__(self) -> None:
         self._known: Reported | None = None
 

@@ -37,6 +37,8 @@ class ReorderBuffer:
         bytes: their size.
     """
 
+    __slots__ = ("_frames", "bytes")
+
     def __init__(self) -> None:
         self.bytes = 0
         self._frames: dict[Offset, _Buffered] = {}
