@@ -40,7 +40,7 @@ from kvbm.core.policy import Share
 from kvbm.core.stays import StayFold
 from kvbm.core.usage import NewUsageMeter
 from kvbm.engines.vllm.forwards import Touches
-from kvbm.engines.vllm.tier_blocks import NewTierBlocks
+from kvbm.engines.vllm.told_tiers import NewToldTiers
 from kvbm.pools.hbm import copy_queue
 from kvbm.pools.hbm.paged import SegmentCopies
 from kvbm.pools.hbm.rings import Ring
@@ -88,7 +88,7 @@ def peer_open_proof(root: bytes, reader_nonce: bytes, owner_nonce: bytes, namesp
 Arena: NewArena
 BlockAges: NewAges
 ForeignLedger: NewForeignTable
-TierBlocks: NewTierBlocks
+ToldTiers: NewToldTiers
 UsageMeter: NewUsageMeter
 LendingServer: NewLendingServer
 PeerTls: native.NewPeerTls

@@ -26,7 +26,7 @@ from kvbm.assembly.native import (
     last_touches,
     packed_tokens,
     segment_copies,
-    tier_blocks,
+    told_tiers,
 )
 from kvbm.assembly.pools import instance_folder, journal_folder, nvme_paths, open_objects, pod_file
 from kvbm.assembly.recorded import RecordedEvent, RecordedLog, open_log, what_if
@@ -77,6 +77,6 @@ __all__ = [
     "segment_copies",
     "serve_metrics",
     "stream_credentials",
-    "tier_blocks",
+    "told_tiers",
     "what_if",
 ]

@@ -114,4 +114,4 @@ decode_columns = _native.decode_columns  # frames → arrays, as `core.columns.d
 hash_prompts = _native.sequence_hashes_batch  # as `core.hashing.sequence_hashes_batch`
 last_touches = _native.LastTouches  # as `engines.vllm.forwards.Touches`
 packed_tokens = _native.packed_tokens  # token ids as u32: the bytes of `core.hashing.token_column`
-tier_blocks = _native.TierBlocks  # as `engines.vllm.tier_blocks.NewTierBlocks`
+told_tiers = _native.ToldTiers  # as `engines.vllm.told_tiers.NewToldTiers`

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec.structs import replace
 
-from kvbm.assembly import NATIVE, open_engine_manager, tier_blocks
+from kvbm.assembly import NATIVE, open_engine_manager, told_tiers
 from kvbm.bench.measure import Found, Sample, row_of, timed
 from kvbm.config import (
     HbmSettings,
@@ -57,7 +57,7 @@ def bench_engine_events(samples: int, seed: int) -> Found:
         space = Namespace(model="bench", revision="r1", block_tokens=_BLOCK_TOKENS)
         with open_engine_manager(_settings(folder, prompts), [space], _BLOCK_BYTES, "bench") as manager:
             manager.follow_objects()
-            events = TierEvents(partial(manager.holders, objects=True), tier_blocks, words.extra_keys)
+            events = TierEvents(partial(manager.holders, objects=True), told_tiers, words.extra_keys)
             gained, idle, lost = [], [], []
             for number in range(prompts):
                 digests = [rng.bytes(32) for _ in range(_BLOCKS)]

@@ -92,7 +92,7 @@ NB_MODULE(_native, module) {
   bind_peer_client(module, errors);
   bind_object_receiver(module, errors);
   bind_last_touches(module, errors);
-  bind_tier_blocks(module, errors);
+  bind_told_tiers(module, errors);
   bind_block_ages(module, errors);
   bind_usage_meter(module, errors);
 }

@@ -255,7 +255,7 @@ void bind_peer_wire(nb::module_& module, const SharedErrors& errors);
 void bind_peer_client(nb::module_& module, const SharedErrors& errors);
 void bind_object_receiver(nb::module_& module, const SharedErrors& errors);
 void bind_last_touches(nb::module_& module, const SharedErrors& errors);
-void bind_tier_blocks(nb::module_& module, const SharedErrors& errors);
+void bind_told_tiers(nb::module_& module, const SharedErrors& errors);
 void bind_block_ages(nb::module_& module, const SharedErrors& errors);
 void bind_usage_meter(nb::module_& module, const SharedErrors& errors);
 

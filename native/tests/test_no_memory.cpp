@@ -6,7 +6,7 @@
 
 #include "check.hpp"
 #include "kvbm/copy_queue.hpp"
-#include "kvbm/tier_blocks.hpp"
+#include "kvbm/told_tiers.hpp"
 #include "ledgers.hpp"
 
 using namespace kvbm;
@@ -308,12 +308,12 @@ void a_run_of_which_a_part_is_recorded_is_held_by_nobody() {
 // Blocks of some runs, which are learned, told and forgotten.
 void what_was_told_of_blocks_stays_as_it_was() {
   constexpr std::uint32_t kRunBlocks = 40;
-  TierBlocks blocks(64, 7);
+  ToldTiers blocks(64, 7);
   std::size_t failed = 0;
   std::size_t told_blocks = 0;
   std::size_t ended_runs = 0;
   const auto step = [&](std::uint8_t tier) {
-    std::vector<TierBlocks::Told> told;
+    std::vector<ToldTiers::Told> told;
     std::vector<std::uint64_t> ended;
     long allocations = 0;
     for (; !done(allocations, [&] { blocks.choose_due(); }); ++allocations) {
@@ -324,7 +324,7 @@ void what_was_told_of_blocks_stays_as_it_was() {
       CHECK(blocks.blocks() == held && blocks.due() == tiers.size() && told.empty() && ended.empty());
       ++failed;
     }
-    for (const TierBlocks::Told& one : told) {
+    for (const ToldTiers::Told& one : told) {
       told_blocks += one.is_held ? one.end - one.begin : 0;
     }
     ended_runs += ended.size();
@@ -336,7 +336,7 @@ void what_was_told_of_blocks_stays_as_it_was() {
       digests.push_back(Bytes(hashes).subspan(at * kHashBytes, kHashBytes));
     }
     const std::size_t before = blocks.blocks();
-    std::optional<TierBlocks::Learned> learned;
+    std::optional<ToldTiers::Learned> learned;
     for (long allocations = 0; !done(allocations, [&] { learned = blocks.learn(hashes, digests, 0); }); ++allocations) {
       CHECK(blocks.blocks() == before && blocks.digests() == before);
       ++failed;
@@ -346,7 +346,7 @@ void what_was_told_of_blocks_stays_as_it_was() {
   }
   CHECK(told_blocks == 60 * kRunBlocks && failed > 100);
   while (blocks.blocks() > 0) {
-    step(TierBlocks::kAbsent);
+    step(ToldTiers::kAbsent);
   }
   CHECK(ended_runs == 60 && blocks.digests() == 0);
 }

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from kvbm.assembly import tier_blocks
+from kvbm.assembly import told_tiers
 from kvbm.core.ids import HASH_BYTES, Tier, split_hashes
 from kvbm.engines.vllm import tier_events
 from kvbm.engines.vllm.reach import ABSENT
 from kvbm.engines.vllm.requests import KvGroup
-from kvbm.engines.vllm.tier_blocks import NewTierBlocks
 from kvbm.engines.vllm.tier_events import GroupRun, TierEvents, ToldBlocks
-from kvbm.reference.tier_blocks import TierBlocks
+from kvbm.engines.vllm.told_tiers import NewToldTiers
+from kvbm.reference.told_tiers import ReadableToldTiers
 
 GROUP = KvGroup(0, 4, 4)
 
 
-@pytest.fixture(params=[TierBlocks, tier_blocks], ids=["readable", "native"])
-def new(request: pytest.FixtureRequest) -> NewTierBlocks:
-    made: NewTierBlocks = request.param
+@pytest.fixture(params=[ReadableToldTiers, told_tiers], ids=["readable", "native"])
+def new(request: pytest.FixtureRequest) -> NewToldTiers:
+    made: NewToldTiers = request.param
     return made
 
 
@@ -59,7 +59,7 @@ def test_a_run_has_all_that_an_event_says() -> None:
     assert (large.digests, large.parent, list(large.tokens)) == ([b"\3", b"\5"], b"\1", list(range(8, 24)))
 
 
-def test_a_run_has_what_its_hashes_are_made_of_besides_tokens(new: NewTierBlocks) -> None:
+def test_a_run_has_what_its_hashes_are_made_of_besides_tokens(new: NewToldTiers) -> None:
     def keys(request: Any, begin: int, end: int, block_tokens: int) -> list[Any]:
         return [("salt", at * block_tokens) for at in range(begin, end)]
 
@@ -70,7 +70,7 @@ def test_a_run_has_what_its_hashes_are_made_of_besides_tokens(new: NewTierBlocks
     assert TierEvents(Tiers().holders, new).run_of(request(6), GROUP, 2, 4).extra_keys is None
 
 
-def test_blocks_that_changed_together_are_one_event_and_holes_are_not_filled(new: NewTierBlocks) -> None:
+def test_blocks_that_changed_together_are_one_event_and_holes_are_not_filled(new: NewToldTiers) -> None:
     tiers, run = Tiers(), GroupRun.of(request(5), GROUP, 0, 5)
     events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, 0, 1, 3)
@@ -83,7 +83,7 @@ def test_blocks_that_changed_together_are_one_event_and_holes_are_not_filled(new
     assert events.take() == [ToldBlocks(run, 0, 2, Tier.NVME, True), ToldBlocks(run, 0, 2, Tier.HOST, False)]
 
 
-def test_what_is_gone_is_told_once_and_can_come_back(new: NewTierBlocks) -> None:
+def test_what_is_gone_is_told_once_and_can_come_back(new: NewToldTiers) -> None:
     tiers, run = Tiers(), GroupRun.of(request(2), GROUP, 0, 2)
     events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, 0, 1)
@@ -99,7 +99,7 @@ def test_what_is_gone_is_told_once_and_can_come_back(new: NewTierBlocks) -> None
     assert events.take() == [ToldBlocks(run, 1, 2, Tier.NVME, True)]
 
 
-def test_of_a_long_prompt_that_is_known_only_what_is_new_is_kept(new: NewTierBlocks) -> None:
+def test_of_a_long_prompt_that_is_known_only_what_is_new_is_kept(new: NewToldTiers) -> None:
     def keys(request: Any, begin: int, end: int, block_tokens: int) -> list[Any]:
         return [("salt", at) for at in range(begin, end)]
 
@@ -120,7 +120,7 @@ def test_of_a_long_prompt_that_is_known_only_what_is_new_is_kept(new: NewTierBlo
     assert sum(len(run.tokens) for run in events._runs.values()) <= 64
 
 
-def test_objects_are_told_of_as_such(new: NewTierBlocks) -> None:
+def test_objects_are_told_of_as_such(new: NewToldTiers) -> None:
     tiers, run = Tiers(), GroupRun.of(request(2), GROUP, 0, 2)
     events = TierEvents(tiers.holders, new)
     tiers.put(Tier.NVME, 0)
@@ -131,7 +131,7 @@ def test_objects_are_told_of_as_such(new: NewTierBlocks) -> None:
     assert events.take() == [ToldBlocks(run, 0, 1, Tier.OBJECT, True), ToldBlocks(run, 0, 1, Tier.NVME, False)]
 
 
-def test_objects_are_told_of_as_the_engines_own_where_listeners_know_no_owners(new: NewTierBlocks) -> None:
+def test_objects_are_told_of_as_the_engines_own_where_listeners_know_no_owners(new: NewToldTiers) -> None:
     tiers, run = Tiers(), GroupRun.of(request(2), GROUP, 0, 2)
     events = TierEvents(tiers.holders, new, objects_as=Tier.NVME)
     tiers.put(Tier.NVME, 0)
@@ -145,7 +145,7 @@ def test_objects_are_told_of_as_the_engines_own_where_listeners_know_no_owners(n
     assert not events._blocks.blocks and not events._runs and not events._blocks.digests
 
 
-def test_what_a_run_had_is_let_go_with_its_last_block(new: NewTierBlocks) -> None:
+def test_what_a_run_had_is_let_go_with_its_last_block(new: NewToldTiers) -> None:
     tiers, run = Tiers(), GroupRun.of(request(3), GROUP, 0, 3)
     events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, 0, 1)
@@ -159,7 +159,7 @@ def test_what_a_run_had_is_let_go_with_its_last_block(new: NewTierBlocks) -> Non
     assert not events._runs and not events._blocks.blocks
 
 
-def test_all_are_looked_at_in_turn(new: NewTierBlocks, monkeypatch: Any) -> None:
+def test_all_are_looked_at_in_turn(new: NewToldTiers, monkeypatch: Any) -> None:
     monkeypatch.setattr(tier_events, "_A_STEP", 4)
     tiers, run = Tiers(), GroupRun.of(request(10), GROUP, 0, 10)
     events = TierEvents(tiers.holders, new)
@@ -173,7 +173,7 @@ def test_all_are_looked_at_in_turn(new: NewTierBlocks, monkeypatch: Any) -> None
 
 
 def test_after_a_clearing_all_is_told_again_in_turn_and_what_is_gone_is_told_as_such(
-    new: NewTierBlocks, monkeypatch: Any
+    new: NewToldTiers, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(tier_events, "_A_STEP", 4)
     tiers, run = Tiers(), GroupRun.of(request(10), GROUP, 0, 10)
@@ -194,7 +194,7 @@ def test_after_a_clearing_all_is_told_again_in_turn_and_what_is_gone_is_told_as_
     assert [events.take() for _ in range(5)] == [[]] * 5
 
 
-def test_blocks_of_two_tenants_under_one_hash_are_told_once_and_gone_with_the_last(new: NewTierBlocks) -> None:
+def test_blocks_of_two_tenants_under_one_hash_are_told_once_and_gone_with_the_last(new: NewToldTiers) -> None:
     tiers, first, second = Tiers(), GroupRun.of(request(2), GROUP, 0, 2), GroupRun.of(request(2), GROUP, 0, 2)
     events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, 0, 1)
@@ -212,7 +212,7 @@ def test_blocks_of_two_tenants_under_one_hash_are_told_once_and_gone_with_the_la
     assert not events._blocks.blocks and not events._blocks.digests
 
 
-def test_what_one_tenant_loses_and_another_gains_in_one_step_stays(new: NewTierBlocks) -> None:
+def test_what_one_tenant_loses_and_another_gains_in_one_step_stays(new: NewToldTiers) -> None:
     tiers, first, second = Tiers(), GroupRun.of(request(1), GROUP, 0, 1), GroupRun.of(request(1), GROUP, 0, 1)
     events = TierEvents(tiers.holders, new)
     tiers.put(Tier.HOST, 0)

@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvbm.assembly import last_touches, tier_blocks
+from kvbm.assembly import last_touches, told_tiers
 from kvbm.core.backend import Backend
 from kvbm.core.ids import HASH_BYTES, Tier
 from kvbm.engines.vllm.adapters import Adapters
@@ -167,7 +167,7 @@ class Scheduler:
     def follow_tiers(self, extra_keys: ExtraKeys | None = None, objects_as: Tier = Tier.OBJECT) -> None:
         """Have `events` from now on, as `TierEvents` has it."""
         self.manager.follow_objects()
-        events = TierEvents(self._served_from, tier_blocks, extra_keys, objects_as)
+        events = TierEvents(self._served_from, told_tiers, extra_keys, objects_as)
         self.events = self.loads.events = self.stores.events = events
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], tokens: int) -> None:

@@ -18,7 +18,7 @@ from kvbm.assembly import packed_tokens
 from kvbm.core.ids import Tier
 from kvbm.engines.vllm.reach import ABSENT
 from kvbm.engines.vllm.requests import KvGroup
-from kvbm.engines.vllm.tier_blocks import NewTierBlocks
+from kvbm.engines.vllm.told_tiers import NewToldTiers
 
 _A_STEP = 1024  # blocks that are looked at again
 
@@ -98,7 +98,7 @@ class TierEvents:
     def __init__(
         self,
         holders: Callable[[bytes], bytes],
-        new_blocks: NewTierBlocks,
+        new_blocks: NewToldTiers,
         extra_keys: ExtraKeys | None = None,
         objects_as: Tier = Tier.OBJECT,
     ) -> None:

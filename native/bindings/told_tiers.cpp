@@ -1,4 +1,4 @@
-#include "kvbm/tier_blocks.hpp"
+#include "kvbm/told_tiers.hpp"
 
 #include <algorithm>
 #include <string>
@@ -30,14 +30,14 @@ void view_digests(nb::handle digests, std::size_t most, std::vector<Bytes>& view
   views.resize(std::min(most, static_cast<std::size_t>(length_of(digests.ptr(), is_list))));
   for (std::size_t at = 0; at < views.size(); ++at) {
     views[at] = checked_bytes(item_of(digests.ptr(), is_list, static_cast<Py_ssize_t>(at)), "a digest");
-    if (views[at].size() > TierBlocks::kMostDigestBytes) {
+    if (views[at].size() > ToldTiers::kMostDigestBytes) {
       throw Error(ErrorCode::kLayout,
-                  words("a digest has ", views[at].size(), " bytes; at most ", TierBlocks::kMostDigestBytes));
+                  words("a digest has ", views[at].size(), " bytes; at most ", ToldTiers::kMostDigestBytes));
     }
   }
 }
 
-nb::object learn(TierBlocks& blocks, nb::handle hashes, nb::handle digests, nb::handle group) {
+nb::object learn(ToldTiers& blocks, nb::handle hashes, nb::handle digests, nb::handle group) {
   const Bytes packed = checked_bytes(hashes.ptr(), "hashes");
   if (packed.size() % kHashBytes != 0) {
     throw Error(ErrorCode::kLayout, words(packed.size(), " bytes of hashes; a hash has ", kHashBytes));
@@ -48,27 +48,27 @@ nb::object learn(TierBlocks& blocks, nb::handle hashes, nb::handle digests, nb::
   return found ? nb::object(nb::make_tuple(found->run, found->begin, found->end)) : nb::none();
 }
 
-nb::bytes due(TierBlocks& blocks) {
+nb::bytes due(ToldTiers& blocks) {
   const nb::bytes made = new_bytes(blocks.choose_due() * kHashBytes);
   blocks.copy_due(writable(made));
   return made;
 }
 
-nb::tuple changed(TierBlocks& blocks, nb::handle given) {
+nb::tuple changed(ToldTiers& blocks, nb::handle given) {
   const Bytes tiers = checked_bytes(given.ptr(), "tiers");
   if (tiers.size() != blocks.due()) {
     throw Error(ErrorCode::kLayout, words(tiers.size(), " tiers for ", blocks.due(), " blocks that were due"));
   }
   for (const std::uint8_t tier : tiers) {
-    if (tier != TierBlocks::kAbsent && (tier == 0 || tier >= kTierCount)) {
+    if (tier != ToldTiers::kAbsent && (tier == 0 || tier >= kTierCount)) {
       throw Error(ErrorCode::kLayout, words(unsigned{tier}, " is no tier colder than HBM"));
     }
   }
-  std::vector<TierBlocks::Told> told;
+  std::vector<ToldTiers::Told> told;
   std::vector<std::uint64_t> ended;
   blocks.change(tiers, told, ended);
   nb::list events;
-  for (const TierBlocks::Told& one : told) {
+  for (const ToldTiers::Told& one : told) {
     events.append(nb::make_tuple(one.run, one.begin, one.end, one.tier, one.is_held));
   }
   nb::list runs;
@@ -80,24 +80,24 @@ nb::tuple changed(TierBlocks& blocks, nb::handle given) {
 
 }  // namespace
 
-void bind_tier_blocks(nb::module_& module, const SharedErrors& errors) {
-  nb::class_<TierBlocks>(module, "TierBlocks")
+void bind_told_tiers(nb::module_& module, const SharedErrors& errors) {
+  nb::class_<ToldTiers>(module, "ToldTiers")
       .def(
-          "__init__", [](TierBlocks* self, std::uint32_t step) { new (self) TierBlocks(step, random_word()); },
+          "__init__", [](ToldTiers* self, std::uint32_t step) { new (self) ToldTiers(step, random_word()); },
           nb::arg("step"))
-      .def_prop_ro("blocks", &TierBlocks::blocks)
-      .def_prop_ro("digests", &TierBlocks::digests)
+      .def_prop_ro("blocks", &ToldTiers::blocks)
+      .def_prop_ro("digests", &ToldTiers::digests)
       .def(
           "learn",
-          [errors](TierBlocks& self, nb::handle hashes, nb::handle digests, nb::handle group) {
+          [errors](ToldTiers& self, nb::handle hashes, nb::handle digests, nb::handle group) {
             return translated(errors, [&] { return learn(self, hashes, digests, group); });
           },
           nb::arg("hashes"), nb::arg("digests"), nb::arg("group"))
-      .def("tell_anew", &TierBlocks::tell_anew)
+      .def("tell_anew", &ToldTiers::tell_anew)
       .def("due", &due)
       .def(
           "changed",
-          [errors](TierBlocks& self, nb::handle tiers) {
+          [errors](ToldTiers& self, nb::handle tiers) {
             return translated(errors, [&] { return changed(self, tiers); });
           },
           nb::arg("tiers"));

@@ -1,4 +1,4 @@
-#include "kvbm/tier_blocks.hpp"
+#include "kvbm/told_tiers.hpp"
 
 #include <string>
 
@@ -11,7 +11,7 @@ namespace {
 
 constexpr std::uint8_t kHost = 1;
 constexpr std::uint8_t kNvme = 2;
-constexpr std::uint8_t kNone = TierBlocks::kAbsent;
+constexpr std::uint8_t kNone = ToldTiers::kAbsent;
 
 // Hashes of ours for some numbers, packed.
 std::vector<std::uint8_t> hashes_of(std::uint32_t first, std::uint32_t count) {
@@ -28,12 +28,12 @@ class Checked {
  public:
   explicit Checked(std::size_t step) : blocks(step, 0x1D2C3B4A59687766) {}
 
-  TierBlocks blocks;
-  std::vector<TierBlocks::Told> told;
+  ToldTiers blocks;
+  std::vector<ToldTiers::Told> told;
   std::vector<std::uint64_t> ended;
 
   // Learns blocks that have the engine's hashes `digest`, `digest` + 1, …
-  std::optional<TierBlocks::Learned> learn(std::uint32_t first, std::uint32_t count, std::uint32_t digest) {
+  std::optional<ToldTiers::Learned> learn(std::uint32_t first, std::uint32_t count, std::uint32_t digest) {
     const std::vector<std::uint8_t> digests = hashes_of(digest, count);
     std::vector<Bytes> views;
     for (std::uint32_t at = 0; at < count; ++at) {

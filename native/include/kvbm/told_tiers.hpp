@@ -1,7 +1,7 @@
-// TierBlocks: which of an engine's blocks lie in which tier, as listeners were last told. Native implementation of the
-// class of the same name in kvbm/reference/tier_blocks.py, which says what each call means. Made empty, told of runs of
-// blocks, asked at each step what to look at and what has changed there. Owner thread only. A block has 40 bytes beside
-// an index, each of the engine's hashes 52 beside another.
+// ToldTiers: which of an engine's blocks lie in which tier, as listeners were last told. Native implementation of
+// ReadableToldTiers in kvbm/reference/told_tiers.py; kvbm/engines/vllm/told_tiers.py says what each call means. Made
+// empty, told of runs of blocks, asked at each step what to look at and what has changed there. Owner thread only. A
+// block has 40 bytes beside an index, each of the engine's hashes 52 beside another.
 #pragma once
 
 #include <array>
@@ -17,7 +17,7 @@
 
 namespace kvbm {
 
-class TierBlocks {
+class ToldTiers {
  public:
   static constexpr std::size_t kMostDigestBytes = 32;
   static constexpr std::uint32_t kMostRunBlocks = 1U << 24;
@@ -39,7 +39,7 @@ class TierBlocks {
   };
 
   // step: blocks that are looked at in turn at each step. seed: makes the places unknown to who chooses hashes.
-  TierBlocks(std::size_t step, std::uint64_t seed);
+  ToldTiers(std::size_t step, std::uint64_t seed);
 
   // digests: as many as there are hashes, or more; each has kMostDigestBytes at most. Throws std::bad_alloc; then
   // nothing has changed.

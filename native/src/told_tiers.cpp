@@ -1,4 +1,4 @@
-#include "kvbm/tier_blocks.hpp"
+#include "kvbm/told_tiers.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -10,11 +10,11 @@ namespace {
 // Blocks that are told of, those that go on with each other together.
 class Gathered {
  public:
-  Gathered(std::vector<TierBlocks::Told>& told, bool is_held) : told_(told), begin_(told.size()), is_held_(is_held) {}
+  Gathered(std::vector<ToldTiers::Told>& told, bool is_held) : told_(told), begin_(told.size()), is_held_(is_held) {}
 
   void add(std::uint64_t run, std::uint32_t at, std::uint32_t tier) {
     if (told_.size() > begin_) {
-      TierBlocks::Told& last = told_.back();
+      ToldTiers::Told& last = told_.back();
       if (last.run == run && last.end == at && last.tier == tier) {
         ++last.end;
         return;
@@ -24,19 +24,19 @@ class Gathered {
   }
 
  private:
-  std::vector<TierBlocks::Told>& told_;  // all of the step
-  std::size_t begin_;                    // where those of this kind begin
-  bool is_held_;                         // the kind
+  std::vector<ToldTiers::Told>& told_;  // all of the step
+  std::size_t begin_;                   // where those of this kind begin
+  bool is_held_;                        // the kind
 };
 
 }  // namespace
 
-TierBlocks::TierBlocks(std::size_t step, std::uint64_t seed) : step_(step), seed_(seed) {
+ToldTiers::ToldTiers(std::size_t step, std::uint64_t seed) : step_(step), seed_(seed) {
   by_hash_.reset(0);
   by_digest_.reset(0);
 }
 
-std::uint64_t TierBlocks::digest_mix(const Digest& digest) const noexcept {
+std::uint64_t ToldTiers::digest_mix(const Digest& digest) const noexcept {
   std::uint64_t mix = seed_ ^ (std::uint64_t{digest.group} << 8 | digest.size);
   for (std::size_t at = 0; at < kMostDigestBytes; at += sizeof mix) {
     std::uint64_t word = 0;
@@ -47,12 +47,12 @@ std::uint64_t TierBlocks::digest_mix(const Digest& digest) const noexcept {
   return mix * 0x94D049BB133111EB ^ mix >> 29;
 }
 
-std::uint32_t TierBlocks::find(const std::uint8_t* hash) const noexcept {
+std::uint32_t ToldTiers::find(const std::uint8_t* hash) const noexcept {
   return by_hash_.find(hash_mix(hash),
                        [&](std::uint32_t at) { return std::memcmp(blocks_[at].hash.data(), hash, kHashBytes) == 0; });
 }
 
-std::optional<TierBlocks::Learned> TierBlocks::learn(Bytes hashes, std::span<const Bytes> digests, std::uint8_t group) {
+std::optional<ToldTiers::Learned> ToldTiers::learn(Bytes hashes, std::span<const Bytes> digests, std::uint8_t group) {
   const auto count = std::min<std::size_t>(hashes.size() / kHashBytes, kMostRunBlocks);
   const std::size_t before = fresh_.size();
   const std::uint64_t run = next_run_;
@@ -97,8 +97,8 @@ std::optional<TierBlocks::Learned> TierBlocks::learn(Bytes hashes, std::span<con
 }
 
 // Adds a block that is not known. Throws std::bad_alloc; nothing has changed then.
-std::uint32_t TierBlocks::insert(const std::uint8_t* hash, Bytes digest, std::uint8_t group, std::uint64_t run,
-                                 std::uint32_t at) {
+std::uint32_t ToldTiers::insert(const std::uint8_t* hash, Bytes digest, std::uint8_t group, std::uint64_t run,
+                                std::uint32_t at) {
   make_room();
   const std::uint32_t known_digest = digest_position(digest, group);
   std::uint32_t position = free_block_;
@@ -127,7 +127,7 @@ std::uint32_t TierBlocks::insert(const std::uint8_t* hash, Bytes digest, std::ui
 }
 
 // Where one of the engine's hashes is, which has a block more from now on. There is room for it.
-std::uint32_t TierBlocks::digest_position(Bytes bytes, std::uint8_t group) {
+std::uint32_t ToldTiers::digest_position(Bytes bytes, std::uint8_t group) {
   Digest wanted{
       .bytes = {}, .copies = {}, .blocks = 1, .size = static_cast<std::uint8_t>(bytes.size()), .group = group};
   std::copy(bytes.begin(), bytes.end(), wanted.bytes.begin());
@@ -153,7 +153,7 @@ std::uint32_t TierBlocks::digest_position(Bytes bytes, std::uint8_t group) {
 }
 
 // Room for one block and one digest more everywhere. Throws std::bad_alloc; nothing has changed then.
-void TierBlocks::make_room() {
+void ToldTiers::make_room() {
   if (free_block_ == kNone && blocks_.size() == blocks_.capacity()) {
     blocks_.reserve(std::max<std::size_t>(64, 2 * blocks_.size()));
   }
@@ -184,7 +184,7 @@ void TierBlocks::make_room() {
   }
 }
 
-void TierBlocks::drop_digest(std::uint32_t position) noexcept {
+void ToldTiers::drop_digest(std::uint32_t position) noexcept {
   Digest& digest = digests_[position];
   if (--digest.blocks == 0) {
     by_digest_.erase(digest_mix(digest), position);
@@ -193,7 +193,7 @@ void TierBlocks::drop_digest(std::uint32_t position) noexcept {
   }
 }
 
-void TierBlocks::forget(std::uint32_t position) noexcept {
+void ToldTiers::forget(std::uint32_t position) noexcept {
   Block& block = blocks_[position];
   if (block.is_fresh) {  // it was learned again since it was chosen to be looked at
     std::erase(fresh_, position);
@@ -210,17 +210,17 @@ void TierBlocks::forget(std::uint32_t position) noexcept {
   free_block_ = position;
 }
 
-void TierBlocks::begin_turn() noexcept {
+void ToldTiers::begin_turn() noexcept {
   cursor_ = first_;
   turn_end_ = next_run_;
 }
 
-void TierBlocks::tell_anew() noexcept {
+void ToldTiers::tell_anew() noexcept {
   begin_turn();
   tells_anew_ = true;
 }
 
-std::size_t TierBlocks::choose_due() {
+std::size_t ToldTiers::choose_due() {
   due_.reserve(fresh_.size() + step_);
   due_.assign(fresh_.begin(), fresh_.end());
   due_fresh_ = fresh_.size();
@@ -240,7 +240,7 @@ std::size_t TierBlocks::choose_due() {
   return due_.size();
 }
 
-void TierBlocks::copy_due(std::span<std::uint8_t> out) const noexcept {
+void ToldTiers::copy_due(std::span<std::uint8_t> out) const noexcept {
   std::uint8_t* to = out.data();
   for (const std::uint32_t position : due_) {
     std::memcpy(to, blocks_[position].hash.data(), kHashBytes);
@@ -248,7 +248,7 @@ void TierBlocks::copy_due(std::span<std::uint8_t> out) const noexcept {
   }
 }
 
-void TierBlocks::change(Bytes tiers, std::vector<Told>& told, std::vector<std::uint64_t>& ended) {
+void ToldTiers::change(Bytes tiers, std::vector<Told>& told, std::vector<std::uint64_t>& ended) {
   gained_.clear();
   gone_.clear();
   gained_.reserve(due_.size());
@@ -275,7 +275,7 @@ void TierBlocks::change(Bytes tiers, std::vector<Told>& told, std::vector<std::u
 }
 
 // Finds what has changed, and tells of what is held. What is gone is counted once all that has come is.
-void TierBlocks::look(Bytes tiers, std::vector<Told>& told) {
+void ToldTiers::look(Bytes tiers, std::vector<Told>& told) {
   Gathered held(told, true);
   for (std::size_t at = 0; at < due_.size(); ++at) {
     Block& block = blocks_[due_[at]];

@@ -1,6 +1,6 @@
 """Which of vLLM's blocks lie in which tier, as listeners were last told: what `TierEvents` asks at each step.
 
-Assembly has it natively; `kvbm/reference/tier_blocks.py` is the readable form.
+Assembly has it natively; `kvbm/reference/told_tiers.py` is the readable form.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ Told = tuple[int, int, int, int, bool]
 """A run's number, the first of its blocks and the end of them, their tier, and whether they lie there now."""
 
 
-class TierBlocks(Protocol):
+class ToldTiers(Protocol):
     """Blocks of runs, looked at in turn. Owner thread only.
 
     Blocks of ours may have one hash of vLLM's (a digest): the first of them that a tier gains is told, and the last
@@ -61,10 +61,10 @@ class TierBlocks(Protocol):
         ...
 
 
-class NewTierBlocks(Protocol):
+class NewToldTiers(Protocol):
     """Makes one."""
 
-    def __call__(self, step: int) -> TierBlocks:
+    def __call__(self, step: int) -> ToldTiers:
         """Args:
         step: how many blocks are looked at in turn at each step.
         """

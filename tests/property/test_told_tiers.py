@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbm.assembly import packed_tokens, tier_blocks
+from kvbm.assembly import packed_tokens, told_tiers
 from kvbm.core.errors import LayoutError
 from kvbm.core.hashing import token_column
 from kvbm.core.ids import HASH_BYTES, Tier, split_hashes
 from kvbm.core.results import NOT_HELD
-from kvbm.engines.vllm.tier_blocks import NewTierBlocks
-from kvbm.reference.tier_blocks import TierBlocks
+from kvbm.engines.vllm.told_tiers import NewToldTiers
+from kvbm.reference.told_tiers import ReadableToldTiers
 
-each_twin = pytest.mark.parametrize("new", [TierBlocks, tier_blocks], ids=["readable", "native"])
+each_twin = pytest.mark.parametrize("new", [ReadableToldTiers, told_tiers], ids=["readable", "native"])
 places = st.sampled_from([Tier.HOST, Tier.NVME, Tier.OBJECT, NOT_HELD])
 # Our hashes of a run of blocks, and how far the engine's are from them: tenants share those.
 runs = st.tuples(st.integers(0, 20), st.integers(0, 12), st.sampled_from([0, 0, 3, 20]), st.integers(0, 1))
@@ -35,7 +35,7 @@ def digests_of(numbers: list[int], size: int) -> list[bytes]:
 
 @given(calls, st.integers(0, 6), st.sampled_from([16, 32, 4]))
 def test_native_blocks_are_the_readable_ones(calls: list[object], step: int, size: int) -> None:
-    native, readable = tier_blocks(step), TierBlocks(step)
+    native, readable = told_tiers(step), ReadableToldTiers(step)
     lies: dict[bytes, int] = {}
 
     def stepped() -> None:
@@ -74,7 +74,7 @@ def test_native_blocks_are_the_readable_ones(calls: list[object], step: int, siz
 
 @given(st.binary(max_size=40 * 4), st.integers(0, 5))
 def test_an_answer_to_another_question_is_refused_and_the_question_stays(tiers: bytes, count: int) -> None:
-    native = tier_blocks(4)
+    native = told_tiers(4)
     native.learn(packed([*range(count)]), digests_of([*range(count)], 32), 0)
     native.due()
     if len(tiers) == count and set(tiers) <= {1, 2, 3, NOT_HELD}:
@@ -87,7 +87,7 @@ def test_an_answer_to_another_question_is_refused_and_the_question_stays(tiers: 
 
 
 @each_twin
-def test_what_is_no_run_is_refused_and_changes_nothing(new: NewTierBlocks) -> None:
+def test_what_is_no_run_is_refused_and_changes_nothing(new: NewToldTiers) -> None:
     blocks = new(4)
     for digests in ([b"\0" * 33], [b"\0", b"\0" * 33]):
         with pytest.raises(LayoutError):
@@ -98,7 +98,7 @@ def test_what_is_no_run_is_refused_and_changes_nothing(new: NewTierBlocks) -> No
 
 
 def test_native_blocks_take_lists_of_bytes_alone() -> None:
-    blocks = tier_blocks(4)
+    blocks = told_tiers(4)
     wrong: list[tuple[object, object, object]] = [
         (b"\0" * 17, [b"\1"], 0),
         ("text", [b"\1"], 0),

@@ -1,5 +1,5 @@
-"""Which of an engine's blocks lie in which tier, as listeners were last told: `TierBlocks` of
-`kvbm/engines/vllm/tier_blocks.py` in readable form, which says what each call means.
+"""Which of an engine's blocks lie in which tier, as listeners were last told: `ToldTiers` of
+`kvbm/engines/vllm/told_tiers.py` in readable form, which says what each call means.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Gathered:
         self.told.append((block.run, block.at, block.at + 1, tier, self._is_held))
 
 
-class TierBlocks:
+class ReadableToldTiers:
     """See the module."""
 
     def __init__(self, step: int) -> None:
