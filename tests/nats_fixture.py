@@ -47,7 +47,7 @@ def cluster() -> str:
 
 
 def new_cluster(word: str) -> str:
-    """A cluster name that nobody uses: workers that take tests from each other make a module's fixture several times."""
+    """A cluster name that nobody uses. Workers that take tests from each other make a module's fixture again."""
     return f"{word}-{uuid.uuid4().hex[:12]}"
 
 

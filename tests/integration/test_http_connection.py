@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -31,24 +31,30 @@ from kvbm.core.prompt_batches import LOOKUP as LOOKUP_KIND
 from kvbm.locate.http import CatalogClient
 from tests.floods import FIELDS, SPACE, CatalogProcess, catalog_process, publish_instances
 from tests.http_wire import Wire, check_in_any_order, chunked, post, same
-from tests.nats_fixture import WAIT_S, nats_url  # noqa: F401
+from tests.nats_fixture import WAIT_S, nats_url, new_cluster  # noqa: F401
 
-CLUSTER = "http-connection"
 NAMES = [f"instance-{number:02}" for number in range(12)]
 ID = SPACE.id.hex()
 HASHES = "".join(f"{number:032x}" for number in range(1, 17))
 
 
-@pytest.fixture(scope="module")
-def cluster_url(nats_url: str) -> str:  # noqa: F811
-    """The stream's address, with all instances of the cluster on it."""
-    publish_instances(nats_url, CLUSTER, NAMES)
-    return nats_url
+class Place(NamedTuple):
+    """A stream's address and a cluster that has all instances on it."""
+
+    url: str
+    cluster: str
 
 
 @pytest.fixture(scope="module")
-def catalog(cluster_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogProcess]:
-    with catalog_process(tmp_path_factory.mktemp("catalog"), cluster_url, CLUSTER) as process:
+def place(nats_url: str) -> Place:  # noqa: F811
+    within = new_cluster("http-connection")
+    publish_instances(nats_url, within, NAMES)
+    return Place(nats_url, within)
+
+
+@pytest.fixture(scope="module")
+def catalog(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Iterator[CatalogProcess]:
+    with catalog_process(tmp_path_factory.mktemp("catalog"), place.url, place.cluster) as process:
         yield process
 
 
@@ -197,7 +203,7 @@ def test_a_body_of_two_lengths_is_refused(catalog: CatalogProcess, headers: list
         assert wire.ends()
 
 
-def test_who_may_not_ask_is_told_so_on_either_way(cluster_url: str, tmp_path: Path) -> None:
+def test_who_may_not_ask_is_told_so_on_either_way(place: Place, tmp_path: Path) -> None:
     token = add_token(tmp_path / "access.toml", NewToken("scraper", "metrics"), time.time())
     body = json.dumps(LOOKUP).encode()
     asks: list[tuple[list[str], int]] = [
@@ -205,21 +211,21 @@ def test_who_may_not_ask_is_told_so_on_either_way(cluster_url: str, tmp_path: Pa
         ([f"authorization: Bearer {token}"], 403),
         (["authorization: Bearer x"] * 2, 401),
     ]
-    with catalog_process(tmp_path, cluster_url, CLUSTER, access={"access": tmp_path / "access.toml"}) as guarded:
+    with catalog_process(tmp_path, place.url, place.cluster, access={"access": tmp_path / "access.toml"}) as guarded:
         for headers, status in asks:
             with Wire(guarded.url) as wire:
                 wire.send(post("/v1/lookup", body, *headers))
                 assert wire.answer()[0] == status
 
 
-def test_headers_of_strangers_shut_nobody_out(cluster_url: str, tmp_path: Path) -> None:
+def test_headers_of_strangers_shut_nobody_out(place: Place, tmp_path: Path) -> None:
     """They said that 256 KiB come, and had that much room of the 14 MiB for all, without a token and without a body."""
     token = add_token(tmp_path / "access.toml", NewToken("router", "router"), time.time())
     head = (
         f"POST /v1/lookup HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: 262144\r\n\r\n"
     )
     body = encode_batch(PromptBatch(LOOKUP_KIND, 8, SPACE.id, [(bytes(200 << 10), 0)]))
-    with catalog_process(tmp_path, cluster_url, CLUSTER, access={"access": tmp_path / "access.toml"}) as guarded:
+    with catalog_process(tmp_path, place.url, place.cluster, access={"access": tmp_path / "access.toml"}) as guarded:
         host, _, port = guarded.url.partition("//")[2].rpartition(":")
         with ExitStack() as stack:
             for number in range(80):
@@ -236,10 +242,10 @@ def test_headers_of_strangers_shut_nobody_out(cluster_url: str, tmp_path: Path) 
                     assert wire.answer()[0] == 200
 
 
-def test_a_caller_of_the_short_way_is_limited(cluster_url: str, tmp_path: Path) -> None:
+def test_a_caller_of_the_short_way_is_limited(place: Place, tmp_path: Path) -> None:
     body = json.dumps({**LOOKUP, "hashes": "00" * HASH_BYTES * 800}).encode()  # counts as much as two requests
     statuses: list[int] = []
-    with catalog_process(tmp_path, cluster_url, CLUSTER, loopback=True, requests_per_s=0.01, burst=60) as guarded:
+    with catalog_process(tmp_path, place.url, place.cluster, loopback=True, requests_per_s=0.01, burst=60) as guarded:
         for _ in range(34):
             with Wire(guarded.url) as wire:
                 wire.send(post("/v1/lookup", body))
@@ -249,14 +255,14 @@ def test_a_caller_of_the_short_way_is_limited(cluster_url: str, tmp_path: Path) 
 
 
 def test_a_unix_socket_is_its_owners_and_is_taken_over_when_nobody_listens(
-    cluster_url: str,
+    place: Place,
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "run" / "catalog.sock"
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as left:  # of a catalog that was killed
         left.bind(str(path))
-    with catalog_process(tmp_path, cluster_url, CLUSTER, access={"unix_socket": path}):
+    with catalog_process(tmp_path, place.url, place.cluster, access={"unix_socket": path}):
         assert path.stat().st_mode & 0o777 == 0o600
         with closing(CatalogClient(f"unix:{path}", timeout_s=WAIT_S)) as client:
             assert client.ready().ready
