@@ -28,9 +28,9 @@ from kvbm.streams.foreign.state import EngineConnected, Input, PublishedMessage,
 from kvbm.streams.foreign.wire import Kind, decode_batch
 from tests.bridge_site import Site, site
 from tests.bridged import Driven, native
+from tests.dynamo_workers import Lookup, Worker, heard, stored, subject
 from tests.eventually import eventually
 from tests.foreign_engines import MODEL, Prompt, payload, stored_event
-from tests.integration.test_bridge_subscribed import Lookup, Worker, heard, stored, subject
 from tests.nats_fixture import WAIT_S, cluster, nats_url
 from tests.scripted_http import Answer, ScriptedServer, scripted, sends
 from tests.trtllm_server import TrtllmServer

@@ -242,6 +242,32 @@ class Common(NamedTuple):
     limited_log: RateLimitedLog
 
 
+_SLOTS = (  # of an InstanceSequence; a catalog may have 10,000
+    "_counters",
+    "_epoch_row",
+    "_hole_since_s",
+    "_id",
+    "_index",
+    "_is_lost",
+    "_known",
+    "_life",
+    "_limited_log",
+    "_reports",
+    "_suspicions",
+    "_unsettled",
+    "buffer",
+    "fence",
+    "joined_midstream",
+    "names",
+    "position",
+    "row",
+    "run",
+    "spoke",
+    "subjects",
+    "unreadable",
+)
+
+
 class InstanceSequence:
     """One instance, as far as it was read.
 
@@ -258,30 +284,7 @@ class InstanceSequence:
         joined_midstream: the start of its epoch was not read.
     """
 
-    __slots__ = (
-        "_counters",
-        "_epoch_row",
-        "_hole_since_s",
-        "_id",
-        "_index",
-        "_is_lost",
-        "_known",
-        "_life",
-        "_limited_log",
-        "_reports",
-        "_suspicions",
-        "_unsettled",
-        "buffer",
-        "fence",
-        "joined_midstream",
-        "names",
-        "position",
-        "row",
-        "run",
-        "spoke",
-        "subjects",
-        "unreadable",
-    )
+    __slots__ = _SLOTS
 
     def __init__(self, row: InstanceRow, common: Common, known: InstanceRow | None) -> None:
         self.row = row
