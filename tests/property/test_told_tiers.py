@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbm.assembly import packed_tokens, told_tiers
@@ -33,6 +33,7 @@ def digests_of(numbers: list[int], size: int) -> list[bytes]:
     return [number.to_bytes(size, "big") for number in numbers]
 
 
+@settings(max_examples=200, deadline=None)
 @given(calls, st.integers(0, 6), st.sampled_from([16, 32, 4]))
 def test_native_blocks_are_the_readable_ones(calls: list[object], step: int, size: int) -> None:
     native, readable = told_tiers(step), ReadableToldTiers(step)
