@@ -260,7 +260,13 @@ def _ranks(zmq: Any, context: Any, name: str, settings: SourceSettings, secret: 
         mine = rank if settings.ranks > 1 else None
         whole = name if mine is None else f"{name}-dp{rank}"
         blocks, ledger = engine_table(
-            NEW_FOREIGN_TABLE, InstanceId(whole), known, pools, said, settings.kind in ("vllm", "sglang")
+            NEW_FOREIGN_TABLE,
+            InstanceId(whole),
+            known,
+            pools,
+            said,
+            takes_messages=settings.kind in ("vllm", "sglang"),
+            clears_all=settings.kind == "sglang",
         )
         if settings.block_tokens:
             ledger.declare(blocks.expect(settings.block_tokens))

@@ -13,6 +13,7 @@ from kvbm.streams.foreign.state import EngineConnected, Input, PublishedMessage,
 
 _SEQUENCE_BYTES = 8
 _END = b"\xff" * _SEQUENCE_BYTES
+TURN_BYTES = 1 << 20  # taken at once, and what begins within them: then others have their turn
 _WAITING_MESSAGES = 20_000  # in the socket; what comes beyond is lost and asked for again
 _RECONNECT_MS, _RECONNECT_MOST_MS = 100, 1_000
 _HEARTBEAT_MS = 2_000  # of ZeroMQ itself, so that a machine that is gone is noticed
@@ -139,9 +140,12 @@ class PublisherSockets:
             self._replay = None
 
     def receive(self, limit: int) -> Iterator[Input]:
-        """What has come, up to so many messages. Stop when it tells of an answer and another ask has begun."""
+        """What has come, up to so many messages and TURN_BYTES.
+
+        Stop when it tells of an answer and another ask has begun.
+        """
         came: list[list[bytes]] = []
-        room = MAX_BATCH_BYTES
+        room = TURN_BYTES
         while len(came) < limit and room > 0 and (taken := self._take(self._messages)) is not None:
             came.append(taken)
             room -= len(taken[-1])
@@ -152,11 +156,13 @@ class PublisherSockets:
                 yield PublishedMessage(int.from_bytes(frames[1], "big"), frames[2])
             else:
                 self.unreadable += 1
+        room = TURN_BYTES
         for _ in range(limit):
             asked = self._replay
-            answer = None if asked is None else self._take(asked)
+            answer = None if asked is None or room <= 0 else self._take(asked)
             if answer is None:
                 break
+            room -= len(answer[-1])
             yield self._answer(answer)
         self._redial()
 

@@ -94,11 +94,14 @@ class TableBlocks(NamedBlocks):
     Args:
         table: of this source alone.
         takes_messages: whether messages are vLLM's or SGLang's, which the table reads by itself.
+        clears_all: whether a cleared cache is the host's as well, as SGLang's; the table empties HBM alone by itself.
     """
 
-    def __init__(self, source: ForeignSource, table: ForeignTable, takes_messages: bool) -> None:
+    def __init__(
+        self, source: ForeignSource, table: ForeignTable, takes_messages: bool, clears_all: bool = False
+    ) -> None:
         super().__init__(source)
-        self._table, self._takes_messages = table, takes_messages
+        self._table, self._takes_messages, self._clears_all = table, takes_messages, clears_all
         self._named = 0  # namespaces that the table knows
 
     @property
@@ -134,6 +137,8 @@ class TableBlocks(NamedBlocks):
 
     def take(self, payload: bytes, rank: int | None) -> bool:
         """See `EngineBlocks.take`."""
+        if self._clears_all and b"AllBlocksCleared" in payload:
+            return False
         return self._takes_messages and self._table.take(payload, rank)
 
     def apply(self, event: ForeignEvent) -> Iterator[Fact]:
@@ -269,13 +274,14 @@ def engine_table(
     pools: Sequence[PoolStated],
     said: Said,
     takes_messages: bool,
+    clears_all: bool = False,
 ) -> tuple[TableBlocks, TableLedger]:
     """Both sides of a new table.
 
     Args:
         pools: the instance's. What lies in one of cluster reach is a claim, which nobody lists.
-        takes_messages: as `TableBlocks`.
+        takes_messages, clears_all: as `TableBlocks`.
     """
     own = [pool.tier for pool in pools if pool.reach is not Reach.CLUSTER and pool.tier != Tier.OBJECT]
     table = new_table(instance, source.most_blocks, source.most_gone, source.counts_copies, own)
-    return TableBlocks(source, table, takes_messages), TableLedger(table, pools, said)
+    return TableBlocks(source, table, takes_messages, clears_all), TableLedger(table, pools, said)

@@ -75,6 +75,19 @@ def test_a_lookup_by_tokens_finds_what_engines_without_our_code_hold(site: Site,
     bridge.agrees(PROMPT, {"a": {"HOST": 3}, "b": {"HOST": 2}})
 
 
+@pytest.mark.parametrize(("kind", "kept"), [("vllm", {"a": {"HOST": 3}}), ("sglang", {})])
+def test_a_cleared_cache_is_the_hosts_as_well_with_sglang_alone(
+    site: Site, publishers: list[Publisher], kind: str, kept: dict[str, dict[str, int]]
+):
+    engine = started(publishers)
+    bridge = site.bridge(a=engine.settings | {"kind": kind})
+    engine.publish(stored_event(PROMPT, 0, 3, "CPU"), stored_event(OTHER))
+    bridge.agrees(PROMPT, {"a": {"HOST": 3}})
+    engine.publish(CLEARED)
+    bridge.agrees(OTHER, {})
+    bridge.agrees(PROMPT, kept)
+
+
 def test_a_catalog_hashes_tokens_for_a_router_that_knows_the_namespace_by_its_id(
     site: Site, publishers: list[Publisher]
 ):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -171,3 +172,25 @@ def test_an_address_that_cannot_be_used_is_refused_in_words() -> None:
     with pytest.raises(ConfigError, match="write tcp://host:port"):
         PublisherSockets(zmq_module(), context, Address("tcp://h"))
     context.destroy(0)
+
+
+def test_what_is_taken_at_once_is_bounded_in_bytes_so_that_others_have_their_turn():
+    large, count = bytes(sockets.TURN_BYTES // 2 + 1), 6
+    with closing(Publisher()) as publisher, hearing(Address(**publisher.settings)) as heard:
+        heard.hears(EngineConnected)
+        eventually(lambda: heard.hears_of(publisher), "no message came")
+        for _ in range(count):
+            publisher.publish_bytes(large)
+        for kind in (PublishedMessage, Replayed):
+            most = came = 0
+            heard.sockets.ask(0)
+            time.sleep(0.5)  # so that much waits
+
+            def look(kind: type[PublishedMessage | Replayed] = kind) -> bool:
+                nonlocal most, came
+                sizes = [len(one.payload) for one in heard.sockets.receive(100) if isinstance(one, kind)]
+                most, came = max(most, sum(sizes)), came + sizes.count(len(large))
+                return came == count
+
+            eventually(look, f"not all of {kind.__name__} came")
+            assert most < 2 * sockets.TURN_BYTES

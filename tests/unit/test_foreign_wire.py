@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvbm.core.extra_keys import Media, extra_key, salted
 from kvbm.streams.foreign.events import (
     MAX_BATCH_BYTES,
+    MAX_LOOKAHEAD,
     BlocksStored,
     Cleared,
     EventRefusal,
@@ -129,6 +130,7 @@ def test_tokens_ahead_count_as_part_of_their_block():
         ({"block_hashes": [None]}, EventRefusal.MALFORMED),
         ({"block_hashes": [b""]}, EventRefusal.MALFORMED),
         ({"parent_block_hash": "x"}, EventRefusal.MALFORMED),
+        ({"lookahead_token_ids": [1] * (MAX_LOOKAHEAD + 1)}, EventRefusal.MALFORMED),
         ({"extra_keys": [None]}, EventRefusal.MALFORMED),
         ({"extra_keys": [[1.5], None]}, EventRefusal.MALFORMED),
         ({"extra_keys": [["a", "b"], None]}, EventRefusal.MALFORMED),

@@ -17,6 +17,7 @@ MAX_BATCH_BYTES = 64 << 20
 MAX_KEY_BYTES = 64
 MAX_TEXT_BYTES = 4096
 MAX_BLOCK_TOKENS = 1 << 16
+MAX_LOOKAHEAD = 64  # tokens behind a block that its KV depends on
 
 
 class EventRefusal(StrEnum):

@@ -27,6 +27,7 @@ from kvbm.streams.foreign.events import (
     MAX_EVENT_BLOCKS,
     MAX_EVENT_TOKENS,
     MAX_KEY_BYTES,
+    MAX_LOOKAHEAD,
     MAX_TEXT_BYTES,
     BlocksStored,
     Cleared,
@@ -68,7 +69,7 @@ class _MapStored(msgspec.Struct, tag="BlockStored", gc=False):
     cache_salt: _Text | None = None
     group_idx: _Group | None = None
     ownership: _Text | None = None
-    lookahead_token_ids: list[int] | None = None
+    lookahead_token_ids: Annotated[list[int], Meta(max_length=MAX_LOOKAHEAD)] | None = None
 
 
 class _MapStoredPairs(_MapStored, tag="BlockStored", gc=False, kw_only=True):
