@@ -241,6 +241,7 @@ class Line:
         self.now_s = 0.0
         self.refuses = self.silent = False
         self.lost_answers = 0  # of the next answers, how many messages get lost in them
+        self.broken_after: int | None = None  # of the next answer, how many messages come before it breaks off
         self._asked: int | None = None
 
     def connect(self) -> None:
@@ -265,6 +266,8 @@ class Line:
             self._step(BridgeTicked())
             return
         answer = self.engine.replay(asked)
+        broken_after, self.broken_after = self.broken_after, None
+        answer = answer[:broken_after]
         if self.lost_answers and len(answer) > 2:
             del answer[len(answer) // 2 : len(answer) // 2 + self.lost_answers]
             self.lost_answers = 0
@@ -272,7 +275,11 @@ class Line:
             self._step(replayed)
             if self._asked is not None:
                 return  # it has asked for something else
-        self._step(ReplayEnded())
+        if broken_after is None:
+            self._step(ReplayEnded())
+        else:
+            self.now_s += 5.0
+            self._step(BridgeTicked())
 
     def settle(self) -> None:
         """Answer until nothing is asked for."""

@@ -22,6 +22,7 @@ FAULTS = (
     "refuse",
     "silent",
     "lossy answer",
+    "broken answer",
     "late answer",
     "check",
     "check late",
@@ -32,12 +33,18 @@ def held(fold: Fold) -> dict[Tier, set[bytes]]:
     return {tier: set(fold.held[tier]) for tier in TIERS}
 
 
+def has_no_more_than(engine: Engine, fold: Fold, fault: str) -> None:
+    """What is held is never more than the engine has."""
+    for tier in TIERS:
+        assert set(fold.held[tier]) <= engine.held().get(tier, set()), (fault, tier)
+
+
 def befall(line: Line, choose: random.Random, fault: str) -> None:
     """What happens while nothing is brought."""
     engine = line.engine
     if "restart" in fault:
         engine.restart()
-    loses = fault in ("lose", "refuse", "silent", "lossy answer", "restart away", "cut")
+    loses = fault in ("lose", "refuse", "silent", "lossy answer", "broken answer", "restart away", "cut")
     if loses or (
         fault != "restart" and choose.random() < 0.2
     ):  # another process is another connection, if anything of it was lost
@@ -45,8 +52,11 @@ def befall(line: Line, choose: random.Random, fault: str) -> None:
             engine.work()
     if fault == "lossy answer":
         line.lost_answers = 2
-    if fault in ("restart away", "cut"):
+    if fault in ("restart away", "cut", "broken answer"):
         line.connect()
+    if fault == "broken answer":
+        line.broken_after = choose.randint(0, 3)
+        line.settle()
     if fault.startswith("check"):
         line.silent = choose.random() < 0.3
         line.check()
@@ -70,14 +80,15 @@ def test_what_is_held_is_what_the_engine_holds(seed: int, faults: list[str], buf
     for fault in ("none", *faults, "none"):
         line.refuses, line.silent = fault == "refuse", fault == "silent"
         befall(line, choose, fault)
+        if fault == "broken answer":  # and nothing comes after it
+            has_no_more_than(engine, fold, fault)
         for _ in range(choose.randint(1, 6)):
             line.bring(engine.work())
             if fault not in ("late answer", "check late") or choose.random() < 0.3:
                 line.settle()
         line.settle()
         truth = {tier: engine.held().get(tier, set()) for tier in TIERS}
-        for tier in TIERS:  # never more than the engine has
-            assert set(fold.held[tier]) <= truth[tier], (fault, tier)
+        has_no_more_than(engine, fold, fault)
         if not state.is_partial:
             assert held(fold) == truth, fault
     assert state.blocks.is_empty == (not any(fold.held.values()))

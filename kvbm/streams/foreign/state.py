@@ -10,8 +10,8 @@ is gone. The publisher keeps the last of them, 10,000 by default, and sends them
     after a lost connection   as after a hole, because another process may have the address now
 
 The last message that was read is asked for again, too: the same bytes prove that it is the same process. Where the
-publisher keeps less than is missing, refuses, or is silent, nothing that was held is certain any more: a new epoch
-begins without it, and goes on with what comes.
+publisher keeps less than is missing, refuses, is silent, or stops in the middle of its answer, nothing that was held is
+certain any more: a new epoch begins without it, and goes on with what comes.
 """
 
 from __future__ import annotations
@@ -298,7 +298,15 @@ class ForeignState:
         if self._hole and applied and is_answer:
             yield self._ask(now_s)
             return
+        if not (is_answer or is_empty or self._waiting):
+            yield from self._lose()
         yield from self._drain(now_s, applied)
+
+    def _lose(self) -> Iterator[Command]:
+        """An answer broke off: what lies behind it may have said that blocks are gone, and nothing else has come."""
+        self.is_partial = True
+        if not self.blocks.is_empty:
+            yield from self._begin_epoch(EpochWhy.MESSAGES_LOST)
 
     def _drain(self, now_s: float, progress: bool) -> Iterator[Command]:
         """Go on with the messages that came meanwhile.
