@@ -259,28 +259,9 @@ class InstanceSequence:
     """
 
     __slots__ = (
-        "_counters",
-        "_epoch_row",
-        "_hole_since_s",
-        "_id",
-        "_index",
-        "_is_lost",
-        "_known",
-        "_life",
-        "_limited_log",
-        "_reports",
-        "_suspicions",
-        "_unsettled",
-        "buffer",
-        "fence",
-        "joined_midstream",
-        "names",
-        "position",
-        "row",
-        "run",
-        "spoke",
-        "subjects",
-        "unreadable",
+        *("_counters", "_epoch_row", "_hole_since_s", "_id", "_index", "_is_lost", "_known", "_life", "_limited_log"),
+        *("_reports", "_suspicions", "_unsettled", "buffer", "fence", "joined_midstream", "names", "position", "row"),
+        *("run", "spoke", "subjects", "unreadable"),
     )
 
     def __init__(self, row: InstanceRow, common: Common, known: InstanceRow | None) -> None:
