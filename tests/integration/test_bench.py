@@ -99,7 +99,12 @@ def test_frames_that_wait_for_a_checkpoint_are_measured_where_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[BenchOptions] = []
-    monkeypatch.setattr("kvbm.bench.run_bench", lambda options, path: asked.append(options) or 0)
+
+    def run_bench(options: BenchOptions, path: Path | None) -> int:
+        asked.append(options)
+        return 0
+
+    monkeypatch.setattr("kvbm.bench.run_bench", run_bench)
     assert main(["bench", "catalog", "--checkpoint"]) == 0 and main(["bench", "catalog", "--live", "200000"]) == 0
     assert [one.checkpoint for one in asked] == [True, False]
     assert [(max(one.live), one.indexed) for one in asked] == [(1_000_000, 10_000_000), (200_000, 200_000)]
