@@ -1,8 +1,8 @@
-"""kvbm against its peers on the same workload in one run: apply, prefix queries, memory, the wire, the life of a block,
-local tiers.
+"""kvbm against its peers on the same workload in one run: apply, prefix queries, memory, the wire, questions over HTTP,
+the life of a block, local tiers.
 
-    .venv/bin/python tools/bench_peers.py [--env DIR] [--only PEER …] [--live BLOCKS …] [--wire | --stores] [--json
-    FILE]
+    .venv/bin/python tools/bench_peers.py [--env DIR] [--only PEER …] [--live BLOCKS …] [--wire | --served |
+    --stores] [--json FILE]
 
 Each peer is installed in an environment of its own below DIR and measured in its own process; an environment that is
 there is used again. Our process and the peer's take turns, sample by sample, so that what else the machine does meets
@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -94,6 +95,7 @@ class Peer(NamedTuple):
         needs: what its import asks for, found by importing; a version it states for one of them is respected.
         bare_needs: the same, installed without their own dependencies.
         service: the driver of what it runs as a service, which takes events in over the wire; None when there is none.
+        served: so too of what answers questions about prompts over HTTP.
         stores: its local tiers.
     """
 
@@ -105,6 +107,7 @@ class Peer(NamedTuple):
     needs: tuple[str, ...] = ("numpy",)
     bare_needs: tuple[str, ...] = ()
     service: Wire | None = None
+    served: Wire | None = None
     stores: tuple[Store, ...] = ()
 
 
@@ -127,6 +130,18 @@ PEERS = {
             "stored on "
             "the way; publishers queue as many messages as vLLM's do, and a lost one would stay lost: no replay is "
             "offered.",
+        ),
+        served=Wire(
+            "Dynamo indexer",
+            "dynamo_indexer",
+            "POST /query_by_hash",
+            0,
+            "the indexer with its default threads, asked for signed 64-bit hashes; ours as `kvbm catalog serve` starts "
+            "it, asked for hashes of 32 hex digits, with a heartbeat of each instance each half second. Both have the "
+            "same blocks and say how deep each of the 16 instances has a prompt, which is compared before the clock "
+            "runs. The indexer routes nothing: a route of ours is beside the same question of its. Who asks is "
+            "`tools/peers/load.cpp`, one thread on the same machine, each connection a question after the answer to "
+            "the one before.",
         ),
     ),
     "lmcache": Peer(
@@ -297,7 +312,9 @@ class PeerError(Exception):
 def environment(peer: Peer, folder: Path) -> tuple[Path, float | None]:
     """The peer's interpreter, and the seconds it took to install; None when it was there. Raises PeerError."""
     python, stamp = folder / "bin" / "python", folder / "installed.json"
-    wanted = json.dumps([*peer._replace(service=None, stores=()), TORCH, sys.version])
+    installed = peer._replace(service=None, stores=())._asdict()
+    del installed["served"]  # what is asked of it changes nothing that is installed
+    wanted = json.dumps([*installed.values(), TORCH, sys.version])
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return python, None
     shutil.rmtree(folder, ignore_errors=True)
@@ -476,6 +493,10 @@ def _millions_per_second(sample: dict[str, Any]) -> float:
     return float(sample["units"] / sample["wall_s"] / 1e6)
 
 
+def _thousands_per_second(sample: dict[str, Any]) -> float:
+    return float(sample["units"] / sample["wall_s"] / 1e3)
+
+
 def _nanoseconds_each(sample: dict[str, Any]) -> float:
     return float(sample["wall_s"] * 1e9 / sample["units"])
 
@@ -500,6 +521,54 @@ def losses(title: str, samples: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+class Load:
+    """Who asks services over HTTP; see `peers/load.cpp`."""
+
+    def __init__(self, program: Path) -> None:
+        self._program = program
+
+    def ask(self, side: Side, file: str, connections: int) -> dict[str, Any]:
+        """A sample of a side. Raises PeerError: not every answer is 200."""
+        before_s = side.do("used")["cpu_s"]
+        asked = self._asked(int(side.do("where")["port"]), file, connections)
+        return {**asked, "units": asked["answers"], "cpu_s": side.do("used")["cpu_s"] - before_s}
+
+    def limit(self) -> str:
+        """What it asks at most of a program that only answers, in a sentence."""
+        with subprocess.Popen([self._program, "answer"], stdout=subprocess.PIPE, text=True) as idle:
+            try:
+                assert idle.stdout is not None
+                port = int(idle.stdout.readline())
+                with tempfile.NamedTemporaryFile() as file:
+                    body = b"POST / HTTP/1.1\r\ncontent-length: 0\r\n\r\n"
+                    file.write(len(body).to_bytes(4, "little") + body)
+                    file.flush()
+                    found = [self._asked(port, file.name, connections) for connections in _CONNECTIONS]
+            finally:
+                idle.kill()
+        rates = (f"{one['answers'] / one['wall_s'] / 1e3:.0f} k/s" for one in found)
+        words = " and ".join(
+            f"{rate} on {many} connection{'s'[: many - 1]}" for rate, many in zip(rates, _CONNECTIONS, strict=True)
+        )
+        return f"served: a program that reads nothing of a question and answers two bytes is asked {words}."
+
+    def _asked(self, port: int, file: str, connections: int) -> dict[str, Any]:
+        command = [str(self._program), "ask", str(port), file, str(connections), str(_ASK_S)]
+        found: dict[str, Any] = json.loads(_command(command, "asking failed"))
+        return found
+
+
+def built_load(folder: Path) -> Load:
+    """It, compiled. Raises PeerError: there is no compiler."""
+    program = folder / "load"
+    source = ROOT / "tools" / "peers" / "load.cpp"
+    if not program.exists() or program.stat().st_mtime < source.stat().st_mtime:
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        _command([*compiler, "-std=c++20", "-O2", "-o", str(program), str(source)], "load.cpp does not compile")
+    return Load(program)
+
+
+_PROMPT_BLOCKS, _CONNECTIONS, _QUESTIONS, _ASK_S = (8, 64, 256), (1, 16), 64, 0.5
 _STEPS = {"runs": 128, "cut": 64, "singles": 16, "alone": 16}  # of a sample: chains replaced
 
 
@@ -511,6 +580,7 @@ class Bench:
         self._samples: int = arguments.samples
         self._live: list[int] = sorted(arguments.live)
         self._only_wire: bool = arguments.wire
+        self._only_served: bool = arguments.served
         self._only_stores: bool = arguments.stores
         self._replacements: int = arguments.replacements
         self.version = ""
@@ -519,6 +589,13 @@ class Bench:
 
     def run(self) -> None:
         """Measure. Rows found before a PeerError stay."""
+        if self._peer.served is not None and not (self._only_stores or self._only_wire):
+            try:
+                self._serves(self._peer.served, self._live[0])
+            except PeerError as error:
+                self.remarks.append(f"served, {self._peer.served.title}: {error}")
+        if self._only_served:
+            return
         if self._peer.service is not None and not self._only_stores:
             try:
                 self._wire(self._peer.service, self._live[0])
@@ -637,6 +714,27 @@ class Bench:
         if len(whole) > 1:
             what = f"wire, {wire.words}; ours JetStream, 256"
             self._row(sampled(wire.title, what, "M block events/s", whole, _millions_per_second, blocks))
+
+    def _serves(self, served: Wire, live: int) -> None:
+        """Questions a second that both services answer."""
+        load = built_load(self._folder)
+        self.remarks += [f"served, {served.title}: {served.about}", load.limit()]
+        with (
+            tempfile.TemporaryDirectory(prefix="questions-", dir=self._folder) as folder,
+            self._sides(served.driver, {"side": "served"}, "ours", {"side": "served"}) as pair,
+        ):
+            held = int(pair.do("share", live=live)[0]["blocks"])
+            for blocks in _PROMPT_BLOCKS:
+                theirs, ours = pair.do("lay", blocks=blocks, count=_QUESTIONS, folder=folder)
+                asked = [(pair.peer, theirs["hashes"]), (pair.ours, ours["lookup"]), (pair.ours, ours["route"])]
+                for connections in _CONNECTIONS:
+                    rounds = [
+                        [load.ask(side, file, connections) for side, file in asked] for _ in range(self._samples + 1)
+                    ][1:]  # the first warms up
+                    for at, kind in ((1, "lookups"), (2, "routes")):
+                        what = f"served {kind}, {blocks} blocks, {connections} connection{'s'[: connections - 1]}"
+                        samples: Samples = [(one[0], one[at]) for one in rounds]
+                        self._row(sampled(served.title, what, "k answers/s", samples, _thousands_per_second, held))
 
     def _store(self, store: Store) -> None:
         """Puts and gets of large blocks and of small ones, or blocks booked."""
@@ -757,6 +855,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PEERS, metavar="PEER", default=list(PEERS), help=", ".join(PEERS))
     parser.add_argument("--live", nargs="+", type=int, metavar="BLOCKS", default=[200_000, 1_000_000])
     parser.add_argument("--wire", action="store_true", help="only what running services take in over the wire")
+    parser.add_argument("--served", action="store_true", help="only what services answer over HTTP")
     parser.add_argument("--stores", action="store_true", help="only the local tiers that hold bytes, and their books")
     parser.add_argument("--samples", type=int, default=15, help="of each side and row")
     parser.add_argument("--replacements", type=int, default=10, help="how often memory's live set is replaced")
@@ -773,7 +872,11 @@ def main() -> None:
     print(HEADER)
     for key in arguments.only:
         peer = PEERS[key]
-        if (arguments.wire and peer.service is None) or (arguments.stores and not peer.stores):
+        if (
+            (arguments.wire and peer.service is None)
+            or (arguments.served and peer.served is None)
+            or (arguments.stores and not peer.stores)
+        ):
             continue
         bench: Bench | None = None
         try:

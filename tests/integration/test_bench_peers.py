@@ -189,3 +189,37 @@ def test_each_store_of_a_peer_has_a_driver_and_a_side_of_ours(sides: Sides) -> N
     }
     assert all((tools / "peers" / f"{store.driver}.py").exists() for store in stores)
     assert all(store.ours["side"] == ("register" if store.books else "bytes") for store in stores)
+
+
+def test_our_service_answers_what_it_was_told_and_is_asked_by_the_program_that_asks_all(
+    sides: Sides, tmp_path: Path
+) -> None:
+    from peers import our_service
+
+    service = our_service.OurService()
+    bench = sides.measure.ServedBench(service)
+    try:
+        assert bench.share(live=4096)["blocks"] > 2048
+        files = bench.lay(blocks=16, count=3, folder=str(tmp_path))  # raises when an answer is wrong
+        assert set(files) == {"lookup", "route"}
+        load = sides.bench_peers.built_load(tmp_path)
+        for file in files.values():
+            before_s = bench.used()["cpu_s"]
+            asked = load._asked(bench.where()["port"], file, 2)
+            assert asked["answers"] > 2
+            assert asked["p50_us"] <= asked["p99_us"]
+            assert bench.used()["cpu_s"] >= before_s
+        service.depths = lambda kind, answer: [0] * 16
+        with pytest.raises(ValueError, match="the answer says"):
+            bench.lay(blocks=16, count=1, folder=str(tmp_path))
+        broken = tmp_path / "broken"
+        broken.write_bytes(Path(files["lookup"]).read_bytes().replace(b"/v1/lookup", b"/v1/nobody"))
+        with pytest.raises(sides.bench_peers.PeerError, match="asking failed"):
+            load._asked(bench.where()["port"], str(broken), 1)
+    finally:
+        bench.close()
+
+
+def test_who_asks_says_what_it_can_ask_at_most(sides: Sides, tmp_path: Path) -> None:
+    sentence = sides.bench_peers.built_load(tmp_path).limit()
+    assert "k/s on 1 connection and" in sentence

@@ -14,9 +14,10 @@ from importlib.metadata import version
 
 import msgpack
 import zmq
-from peers.measure import Service, serve
+from dynamo._core import compute_block_hash_for_seq
+from peers.measure import Question, Service, serve
 from peers.process import Process, free_port
-from peers.workload import BLOCK_TOKENS, INSTANCES, Part, Step, hashes, tokens
+from peers.workload import BLOCK_TOKENS, CHAIN_BLOCKS, INSTANCES, Part, Step, hashes, tokens
 
 _MODEL = "m"
 _QUEUE = 100_000  # messages a publisher keeps for a slow reader; what vLLM has when it is told nothing
@@ -36,18 +37,18 @@ class DynamoIndexer(Service):
             socket.sndhwm = _QUEUE
             addresses.append(f"{instance}=tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}")
             self._sockets.append(socket)
-        port = free_port()
+        self.port = free_port()
         self._process = Process(
             "dynamo.indexer",
             "--port",
-            str(port),
+            str(self.port),
             "--block-size",
             str(BLOCK_TOKENS),
             "--model-name",
             _MODEL,
             "--workers",
             ",".join(addresses),
-            port=port,
+            port=self.port,
         )
         self._process.wait_until("/health")
         for socket in self._sockets:
@@ -113,5 +114,36 @@ class DynamoIndexer(Service):
         return int(scores.get(str(instance), {}).get("0", 0)) // BLOCK_TOKENS
 
 
+class ServedIndexer(DynamoIndexer):
+    """A Served over the same. Messages of a chain are cut as they come: what an engine has of it, from its start."""
+
+    def tell(self, steps: list[Step]) -> None:
+        """Publish them and wait until the last chain of every instance is known. Raises TimeoutError: it is not."""
+        self.lay_ready([message for step in steps for message in self.mail(step)])
+        if not self.take_in():
+            raise TimeoutError("the indexer has not taken in all that was told")
+
+    def kinds(self) -> list[str]:
+        """How much each instance has of a prompt, by the hashes of its blocks."""
+        return ["hashes"]
+
+    def question(self, kind: str, chain: Part) -> Question:
+        """One of a prompt."""
+        asked = tokens(chain.chain, CHAIN_BLOCKS)[: chain.count * BLOCK_TOKENS].tolist()
+        signed = [one - (1 << 64) if one >> 63 else one for one in compute_block_hash_for_seq(asked, BLOCK_TOKENS)]
+        body = json.dumps({"block_hashes": signed, "model_name": _MODEL}, separators=(",", ":"))
+        return Question("/query_by_hash", body.encode())
+
+    def depths(self, kind: str, answer: bytes) -> list[int]:
+        """Of each instance."""
+        scores = json.loads(answer)["scores"]
+        return [int(scores.get(str(one), {}).get("0", 0)) // BLOCK_TOKENS for one in range(INSTANCES)]
+
+
+def main(side: str = "wire") -> DynamoIndexer:
+    """A side, by name."""
+    return ServedIndexer() if side == "served" else DynamoIndexer()
+
+
 if __name__ == "__main__":
-    serve("Dynamo indexer", version("ai-dynamo-runtime"), DynamoIndexer)
+    serve("Dynamo indexer", version("ai-dynamo-runtime"), main)

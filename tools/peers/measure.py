@@ -7,13 +7,16 @@ too, so it needs the standard library and numpy alone.
 from __future__ import annotations
 
 import gc
+import http.client
 import json
 import os
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from peers.workload import (
@@ -139,17 +142,57 @@ class Store(Protocol):
         """End it."""
 
 
+class Question(NamedTuple):
+    """A POST of JSON.
+
+    Attributes:
+        checked: the body that is asked before the clock runs, where that is another: one that changes no answer.
+    """
+
+    path: str
+    body: bytes
+    checked: bytes = b""
+
+
+class Served(Protocol):
+    """Something that answers questions about prompts over HTTP, as its users ask it.
+
+    Attributes:
+        port: of 127.0.0.1.
+    """
+
+    port: int
+
+    def tell(self, steps: list[Step]) -> None:
+        """Have it know what steps tell, and wait until it does."""
+
+    def kinds(self) -> list[str]:
+        """What can be asked."""
+
+    def question(self, kind: str, chain: Part) -> Question:
+        """One question about the first blocks of a chain, made before the clock runs."""
+
+    def depths(self, kind: str, answer: bytes) -> list[int]:
+        """How deep each instance has the prompt, by the body of an answer."""
+
+    def cpu_s(self) -> float:
+        """CPU seconds the service has used, all threads."""
+
+    def close(self) -> None:
+        """End it."""
+
+
 def resident_bytes() -> int:
     """Memory of this process that is in RAM now."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def serve(name: str, version: str, make: Callable[..., Directory | Pool | Service | Store]) -> None:
+def serve(name: str, version: str, make: Callable[..., Directory | Pool | Service | Served | Store]) -> None:
     """Obey commands until stdin ends. What libraries print goes to stderr, so that stdout holds answers alone."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    side: DirectoryBench | PoolBench | WireBench | StoreBench | None = None
+    side: DirectoryBench | PoolBench | WireBench | ServedBench | StoreBench | None = None
     for line in sys.stdin:
         command = json.loads(line)
         what = command.pop("do")
@@ -161,11 +204,13 @@ def serve(name: str, version: str, make: Callable[..., Directory | Pool | Servic
             answer = getattr(side, what)(**command)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-    if isinstance(side, WireBench | StoreBench):
+    if isinstance(side, WireBench | ServedBench | StoreBench):
         side.close()
 
 
-def _bench(built: Any) -> DirectoryBench | PoolBench | WireBench | StoreBench:
+def _bench(built: Any) -> DirectoryBench | PoolBench | WireBench | ServedBench | StoreBench:
+    if hasattr(built, "kinds"):
+        return ServedBench(built)
     if hasattr(built, "take_in"):
         return WireBench(built)
     if hasattr(built, "settle") and hasattr(built, "put"):
@@ -405,6 +450,64 @@ class WireBench:
         stale = sum(self._service.depth(part, instance) > 0 for part, instance in withdrawn)
         units = (found + len(withdrawn) - stale) * CHAIN_BLOCKS
         return {"units": units, "told": len(created), "found": found, "withdrawn": len(withdrawn), "stale": stale}
+
+
+class ServedBench:
+    """Commands for a Served. Who asks while the clock runs is another process, the same for all sides."""
+
+    def __init__(self, service: Served) -> None:
+        self._service = service
+        self._chains = 0
+
+    def share(self, live: int) -> dict[str, int]:
+        """Make the residencies that are asked for."""
+        self._chains = shared_chains(live)
+        self._service.tell(list(sharing(self._chains)))
+        return {"blocks": sum(sum(shared_depths(chain)) for chain in range(self._chains))}
+
+    def lay(self, blocks: int, count: int, folder: str) -> dict[str, str]:
+        """Write questions about prompts of so many blocks into files, one for each kind, each question behind its
+        length (u32), and have each answered once.
+
+        Returns: the files, by kind. Raises ValueError: an answer is wrong.
+        """
+        chosen = np.random.default_rng([4, blocks]).integers(0, self._chains, count)
+        connection = http.client.HTTPConnection("127.0.0.1", self._service.port, timeout=60)
+        files: dict[str, str] = {}
+        for kind in self._service.kinds():
+            file = Path(folder) / f"{type(self._service).__name__}-{kind}-{blocks}"
+            written = bytearray()
+            for chain in chosen:
+                asked = self._service.question(kind, Part(int(chain), 0, blocks))
+                connection.request(
+                    "POST", asked.path, asked.checked or asked.body, {"Content-Type": "application/json"}
+                )
+                found = self._service.depths(kind, connection.getresponse().read())
+                true = [min(blocks, depth) for depth in shared_depths(int(chain))]
+                if found != true:
+                    raise ValueError(f"{kind}, chain {chain}: instances have {true} blocks, the answer says {found}")
+                head = (
+                    f"POST {asked.path} HTTP/1.1\r\nhost: 127.0.0.1:{self._service.port}\r\n"
+                    f"content-type: application/json\r\ncontent-length: {len(asked.body)}\r\n\r\n"
+                )
+                whole = head.encode() + asked.body
+                written += struct.pack("<I", len(whole)) + whole
+            file.write_bytes(written)
+            files[kind] = str(file)
+        connection.close()
+        return files
+
+    def where(self) -> dict[str, int]:
+        """The port that is asked."""
+        return {"port": self._service.port}
+
+    def used(self) -> dict[str, float]:
+        """CPU seconds so far."""
+        return {"cpu_s": self._service.cpu_s()}
+
+    def close(self) -> None:
+        """End the service."""
+        self._service.close()
 
 
 class StoreBench:

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import NamedTuple
 
 import numpy as np
-from peers.measure import Service, serve
+from peers.measure import Served, Service, serve
 from peers.workload import BLOCK_TOKENS, INSTANCES, POOL_SLOTS, RUN_BLOCKS, Life, Part, Step, hashes, tokens
 
 from kvbm.assembly import NATIVE, NATIVE_INDEX, NATIVE_LEDGER
@@ -22,8 +22,8 @@ from kvbm.core.events import (
 )
 from kvbm.core.ids import HASH_BYTES, NO_PARENT, Epoch, InstanceId, Namespace, Offset, SequenceHash, Tier
 
-_NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=BLOCK_TOKENS)
-_NAMESPACE_ID = _NAMESPACE.id
+NAMESPACE = Namespace(model="bench", revision="r1", block_tokens=BLOCK_TOKENS)
+_NAMESPACE_ID = NAMESPACE.id
 _FRAME_BLOCKS = 256
 _POOL = PoolStated(tier=Tier.HBM, slots=POOL_SLOTS, block_bytes=1 << 20)
 
@@ -51,7 +51,7 @@ class Slots:
 
     def __init__(self) -> None:
         self._ledger = NATIVE_LEDGER([_POOL], "lru", 64 << 20)
-        self._ledger.start(Epoch(1), [_NAMESPACE])
+        self._ledger.start(Epoch(1), [NAMESPACE])
 
     def live(self, matched: bytes, created: bytes) -> int:
         """Match and pin one run, allocate and create another, unpin both. Returns how many blocks were matched."""
@@ -82,8 +82,13 @@ class OurStreams:
         """The first frame of every instance."""
         snapshot_ended = SnapshotEnded(tier=Tier.HBM, snapshot=1, count=0)
         return [
-            stream.encode([InstanceStarted(epoch=Epoch(1), pools=(_POOL,)), snapshot_ended]) for stream in self._streams
+            stream.encode([InstanceStarted(epoch=Epoch(1), pools=(_POOL,), namespaces=(NAMESPACE,)), snapshot_ended])
+            for stream in self._streams
         ]
+
+    def ends(self) -> list[Offset]:
+        """Where the stream of every instance ends."""
+        return [stream.end for stream in self._streams]
 
     def mail(self, step: Step, form: str) -> list[bytes]:
         """Frames of 256 blocks, half created and half evicted, in runs of 16 ("runs", "cut") or 1 ("singles"); or of
@@ -140,6 +145,11 @@ class _Stream:
         self.name = name
         self.digest = 0
         self._offset = 0
+
+    @property
+    def end(self) -> Offset:
+        """Where its next frame begins."""
+        return Offset(self._offset)
 
     def frame(self, created: list[Part], withdrawn: list[Part]) -> bytes:
         """The next frame."""
@@ -209,7 +219,7 @@ class OurPool:
 
     def __init__(self) -> None:
         self._slots = Slots()
-        self._root = _NAMESPACE.root()
+        self._root = NAMESPACE.root()
         self._hashes: dict[int, bytes] = {}
 
     def prepare(self, life: Life) -> _Prepared:
@@ -229,8 +239,12 @@ class OurPool:
         self._slots.drain()
 
 
-def main(side: str = "directory") -> OurDirectory | OurPool | Service:
+def main(side: str = "directory") -> OurDirectory | OurPool | Service | Served:
     """A side, by name."""
+    if side == "served":
+        from peers.our_service import OurService
+
+        return OurService()
     if side == "wire":
         from peers.our_reader import OurReader
 
