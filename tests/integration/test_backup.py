@@ -138,6 +138,7 @@ def test_an_instance_that_had_stopped_is_suspect_after_a_restore_until_it_is_for
             serve(manager, 1, 8)
             assert manager.settle(WAIT_S)
         eventually(lambda: is_equal(live / "archive", catalog), "the catalog is not the fold", WAIT_S)
+        eventually(lambda: is_stored(catalog), "the database has not what was read", WAIT_S)
         restored.mkdir()
         with (
             closing(sqlite3.connect(live / "catalog.db")) as here,
@@ -160,6 +161,12 @@ def test_an_instance_that_had_stopped_is_suspect_after_a_restore_until_it_is_for
         eventually(lambda: is_forgotten(other, "two"), "it is not forgotten", WAIT_S)
         assert replay_main(words) == 0
         assert "and the catalog has forgotten it; not compared" in capsys.readouterr().out
+
+
+def is_stored(catalog: Running) -> bool:
+    """Whether the database has all that was read of the stream."""
+    places = re.findall(r"^kvbm_catalog_(?:stored|stream)_sequence (\S+)$", catalog.client.metrics(), re.MULTILINE)
+    return len(places) == 2 and len({*places}) == 1
 
 
 def is_forgotten(catalog: Running, name: str) -> bool:

@@ -133,7 +133,7 @@ READS = {
 }
 QUICK = {
     "kvbm": {"settings", "keys", "nats-permissions", "completion"},
-    "kvbm-catalog": {"lookup", "route", "hashes", "who", "instances", "token", "forget", "completion"},
+    "kvbm-catalog": {"lookup", "route", "hashes", "who", "instances", "tenants", "token", "forget", "completion"},
     "kvbm-replay": {"completion"},
 }
 UNTIL_STOPPED = {"kvbm bridge", "kvbm engine", "kvbm-catalog serve", "kvbm-catalog watch", "kvbm-replay serve"}

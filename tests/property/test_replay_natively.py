@@ -43,7 +43,7 @@ def test_the_command_says_the_same_with_and_without_reference(
             assert command != "verify" or f"({used} fold)" in out or f'"fold":"{used}"' in out.replace(" ", "")
             said.append((code, out.replace(used, "some"), err))
     assert said[:2] == said[2:]
-    assert said[0][0] == 1 and said[0][1]
+    assert said[0][0] == 1 and (said[0][1] or "not there yet" in said[0][2])
 
 
 def test_a_native_report_that_differs_is_noticed() -> None:
