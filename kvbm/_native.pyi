@@ -30,6 +30,7 @@ from kvbm.core.backend import (
     LedgerProtocol,
     LockProtocol,
     ReadNumberList,
+    ReadPlainQuestion,
     ScanFrames,
     SequenceHashes,
 )
@@ -59,6 +60,7 @@ derived_hashes: DerivedHashes
 engine_digests: EngineDigests
 digest_hashes: DigestHashes
 read_number_list: ReadNumberList
+read_plain_question: ReadPlainQuestion
 crc32c: Checksum
 checksums: ChecksumRows
 joined_checksums: JoinedChecksums

@@ -41,6 +41,7 @@ NATIVE = Backend(
     _native.decode_frame,
     _native.scan_frames,
     _native.read_number_list,
+    _native.read_plain_question,
 )
 NATIVE_FOLD: NewFold = _native.Residencies
 NATIVE_LEDGER: NewLedger = _native.Ledger

@@ -21,6 +21,7 @@ from kvbm.core.fold import FoldedFrame, TierBlocks
 from kvbm.core.hashing import derived_hashes, sequence_hashes
 from kvbm.core.ids import Epoch, InstanceId, Namespace, NamespaceId, Offset, SequenceHash, Tier
 from kvbm.core.number_lists import read_number_list
+from kvbm.core.plain_questions import PlainQuestion, read_plain_question
 from kvbm.core.policy import Share
 from kvbm.core.results import Allocation, Copy, Match, Recovered, ShareCounts, TierCounts
 
@@ -83,6 +84,12 @@ class ReadNumberList(Protocol):
     def __call__(self, text: bytes | bytearray | memoryview, at: int, into: np.ndarray) -> tuple[int, int]: ...
 
 
+class ReadPlainQuestion(Protocol):
+    """Signature of `plain_questions.read_plain_question`."""
+
+    def __call__(self, data: bytes | bytearray | memoryview, begin: int, end: int) -> PlainQuestion | None: ...
+
+
 class Fold(Protocol):
     """What reading a stream offline needs of `fold.Residencies`, and what its native implementation offers."""
 
@@ -130,6 +137,7 @@ class Backend(NamedTuple):
     decode_frame: DecodeFrame
     scan_frames: ScanFrames
     read_number_list: ReadNumberList
+    read_plain_question: ReadPlainQuestion
 
 
 class ChecksumRows(Protocol):
@@ -252,6 +260,7 @@ REFERENCE = Backend(
     decode_frame,
     scan_frames,
     read_number_list,
+    read_plain_question,
 )
 
 

@@ -440,6 +440,15 @@ class ReferenceIndex:
         """As `ClusterIndex.lookup`."""
         return lookup(self, namespace, hashes, limit, only, shown, view_age_s, behind)
 
+    def lookup_json(
+        self, namespace: NamespaceId, hashes: bytes, limit: int, shown: str, view_age_s: str
+    ) -> bytes | None:
+        """As `ClusterIndex.lookup_json`."""
+        found = lookup(self, namespace, hashes, limit, None, shown, float(view_age_s))
+        told = msgspec.json.encode(found)
+        is_found = bool(found.deepest or found.instances or found.pools)
+        return told if is_found and b"\\" not in told else None
+
     def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int, missed: int = 0) -> bytes:
         """As `ClusterIndex.encode_prefixes`."""
         found = [lookup(self, namespace, hashes, limit=best) for hashes in prompts]

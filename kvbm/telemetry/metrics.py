@@ -119,6 +119,7 @@ class CatalogMetrics:
         self._registry.register(_Build(version))
         ProcessCollector(registry=self._registry)  # process_resident_memory_bytes, process_open_fds and their like
         self._callers: set[str] = set()
+        self._passed: dict[str, Counter] = {}  # by caller, of its requests that passed
         self.lookup_s = self._latency("lookup", "Time to answer a lookup, without its wait for positions.")
         self.route_s = self._latency("route", "Time to answer a route, without its wait for positions.")
 
@@ -133,12 +134,19 @@ class CatalogMetrics:
         """A request of a caller has "passed", or was refused because the caller is "unknown" or "forbidden" to
         ask it.
         """
+        known = self._passed.get(caller) if outcome == "passed" else None
+        if known is not None:
+            known.inc()
+            return
         if caller not in self._callers:  # names come and go with the file of callers
             if len(self._callers) < _MOST_CALLERS:
                 self._callers.add(caller)
             else:
                 caller = _OTHER_CALLERS
-        self._requests.labels(caller, outcome).inc()
+        counter = self._requests.labels(caller, outcome)
+        counter.inc()
+        if outcome == "passed" and caller in self._callers:
+            self._passed[caller] = counter
 
     def exposition(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -19,6 +20,7 @@
 #include "answer_classes.hpp"
 #include "frames.hpp"
 #include "kvbm/checkpoint.hpp"
+#include "kvbm/json_text.hpp"
 #include "kvbm/words.hpp"
 #include "plain_frames.hpp"
 #include "python.hpp"
@@ -445,6 +447,46 @@ class PythonIndex {
     return nb::bytes(told.data(), told.size());
   }
 
+  // A LookupAnswer of something that was found, as JSON; None: nothing was, or a name has letters that JSON escapes.
+  nb::object lookup_json(const nb::bytes& id, const nb::bytes& hashes, std::size_t limit, std::string_view shown,
+                         std::string_view view_age_s) {
+    const NamespaceId space = namespace_id(id);
+    const Bytes run = packed(hashes, "hashes");
+    index_.prefixes(space, run, limit, answer_);
+    if (run.empty() || (answer_.deepest == 0 && answer_.instances.empty() && answer_.pools.empty())) {
+      return nb::none();
+    }
+    const std::vector<nb::object> excluded = excluded_names(space, run.data(), nullptr);
+    const std::size_t named = std::min(limit, excluded.size());
+    json_.clear();
+    json_.begin("namespace").text(shown);
+    json_.field("blocks").number(run.size() / kHashBytes).field("deepest").number(answer_.deepest);
+    json_.field("instances").open('[');
+    for (const InstanceDepth& one : answer_.instances) {
+      const nb::object name = nb::steal(name_of(one.instance));
+      json_.item().begin("instance").text(text_of(name)).field("depth").number(one.depth);
+      json_.field("tiers").open('{');
+      for (std::size_t tier = 0; tier < kTierCount; ++tier) {
+        if (one.by_tier[tier] != 0) {
+          json_.key(text_of(classes_.tier_names[tier])).number(one.by_tier[tier]);
+        }
+      }
+      json_.close('}').field("reach").number(one.reach).field("suspect").flag(one.is_suspect).close('}');
+    }
+    json_.close(']').field("pools").open('[');
+    for (const auto& [depth, name] : in_order(answer_.pools)) {
+      json_.item().begin("pool").text(name).field("depth").number(depth).close('}');
+    }
+    json_.close(']').field("excluded").open('[');
+    for (std::size_t at = 0; at < named; ++at) {
+      json_.item().text(text_of(excluded[at]));
+    }
+    json_.close(']').field("view_age_s").raw(view_age_s).field("more").number(answer_.more);
+    json_.field("more_excluded").number(excluded.size() - named).close('}');
+    const std::string_view told = json_.told();
+    return json_.is_plain() ? nb::object(nb::bytes(told.data(), told.size())) : nb::object(nb::none());
+  }
+
   std::uint64_t prompts_missed() const noexcept { return prompts_missed_; }
 
   nb::list namespaces() const {
@@ -731,6 +773,7 @@ class PythonIndex {
   const PlainClasses plain_classes_;  // the same, of runs of plain frames
   ClusterIndex index_;                // the index
   PrefixAnswer answer_;               // of the last query
+  JsonText json_;                     // of the last answer that was written as JSON
   std::uint64_t prompts_missed_ = 0;  // of which encode_prefixes has found nothing
   std::vector<LendableRun> lent_;     // the same
   std::vector<nb::object> names_;     // by number, where asked for
@@ -765,6 +808,13 @@ void bind_asking(nb::class_<PythonIndex>& index, const SharedErrors& errors) {
             return translated(errors, [&] { return self.encode_prefixes(id, prompts, best, missed); });
           },
           nb::arg("namespace"), nb::arg("prompts"), nb::arg("best"), nb::arg("missed") = 0)
+      .def(
+          "lookup_json",
+          [errors](Self& self, const nb::bytes& id, const nb::bytes& hashes, std::size_t limit, std::string_view shown,
+                   std::string_view view_age_s) {
+            return translated(errors, [&] { return self.lookup_json(id, hashes, limit, shown, view_age_s); });
+          },
+          nb::arg("namespace"), nb::arg("hashes"), nb::arg("limit"), nb::arg("shown"), nb::arg("view_age_s"))
       .def("prompts_missed", &Self::prompts_missed)
       .def(
           "router",

@@ -88,6 +88,7 @@ NB_MODULE(_native, module) {
   bind_block_coding(module, errors);
   bind_nats_messages(module);
   bind_number_list(module);
+  bind_plain_question(module);
   bind_peer_wire(module, errors);
   bind_peer_client(module, errors);
   bind_object_receiver(module, errors);

@@ -251,6 +251,7 @@ void bind_block_io(nb::module_& module, const SharedErrors& errors);
 void bind_block_coding(nb::module_& module, const SharedErrors& errors);
 void bind_nats_messages(nb::module_& module);
 void bind_number_list(nb::module_& module);
+void bind_plain_question(nb::module_& module);
 void bind_peer_wire(nb::module_& module, const SharedErrors& errors);
 void bind_peer_client(nb::module_& module, const SharedErrors& errors);
 void bind_object_receiver(nb::module_& module, const SharedErrors& errors);

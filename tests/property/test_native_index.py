@@ -174,6 +174,11 @@ class Twins:
                 assert native == lookup(self.native, space, hashes, limit, only, "asked", 1.5, behind)
                 model = self.model.lookup(space, hashes, limit, only, "asked", 1.5, behind)
                 assert native == model
+            for index in (self.native, self.model):
+                found = index.lookup(space, hashes, limit, None, "asked", 1.5, ())
+                is_found = bool(found.deepest or found.instances or found.pools)
+                told_json = index.lookup_json(space, hashes, limit, "asked", "1.5")
+                assert told_json == (msgspec.json.encode(found) if is_found else None)
             asked = PromptBatch(LOOKUP, max(best, 1), space, [(hashes, 0), (hashes[:HASH_BYTES], 0)])
             prompts = [prompt for prompt, _ in asked.prompts]
             encoded = answers_head(LOOKUP, 2, 0.0) + self.native.encode_prefixes(space, prompts, asked.limit)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from kvbm.assembly import NATIVE
 from kvbm.catalog.access.callers import EMBEDDED, Access, Caller
 from kvbm.catalog.access.file import NewToken, add_token
 from kvbm.catalog.access.hosts import Hosts
@@ -64,7 +65,9 @@ class Ways:
         self.limits = Limits(LimitSettings(requests_per_s=1.0, burst=2), clock=lambda: 0.0)
         access = Access(str(file))
         self.gate = Gate(self._app, access, lambda *_: None, lambda app: Limited(app, self.limits))
-        self.short = FastPath(access, self.limits, cast(Any, None), lambda *_: None, defaultdict(int), Hosts())
+        self.short = FastPath(
+            access, self.limits, cast(Any, None), lambda *_: None, defaultdict(int), Hosts(), NATIVE.read_plain_question
+        )
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

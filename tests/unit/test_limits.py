@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from kvbm.assembly import NATIVE
 from kvbm.catalog.access.callers import Access, Caller
 from kvbm.catalog.access.file import NewToken, add_token
 from kvbm.catalog.access.hosts import Hosts
@@ -229,7 +230,13 @@ def test_who_may_not_ask_takes_no_room_by_saying_that_a_body_comes(tmp_path: Pat
     metrics = add_token(tmp_path / "callers.toml", NewToken("scraper", "metrics"), 1.0)
     limits = Limits(LimitSettings())
     at_once = FastPath(
-        Access(str(tmp_path / "callers.toml")), limits, cast(Any, None), lambda *_: None, defaultdict(int), Hosts()
+        Access(str(tmp_path / "callers.toml")),
+        limits,
+        cast(Any, None),
+        lambda *_: None,
+        defaultdict(int),
+        Hosts(),
+        NATIVE.read_plain_question,
     )
 
     def asked(authorization: str | None) -> ShortQuestion:
@@ -426,7 +433,13 @@ class Work:
                 return b"{}"
 
         return FastPath(
-            cast(Access, Everybody()), self.limits, cast(Any, Answers()), lambda *_: None, defaultdict(int), Hosts()
+            cast(Access, Everybody()),
+            self.limits,
+            cast(Any, Answers()),
+            lambda *_: None,
+            defaultdict(int),
+            Hosts(),
+            NATIVE.read_plain_question,
         )
 
 

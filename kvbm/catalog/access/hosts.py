@@ -12,6 +12,8 @@ from functools import lru_cache
 
 from kvbm.catalog.access.callers import AccessOptions
 
+_MOST_KEPT, _LONGEST_KEPT = 64, 256  # headers that are not looked into again, and their bytes
+
 
 class Hosts:
     """The hosts that a request may name: any address, localhost, and more names.
@@ -22,6 +24,17 @@ class Hosts:
 
     def __init__(self, names: Iterable[str] | None = None) -> None:
         self._names = None if names is None else frozenset(name.lower().rstrip(".") for name in ("localhost", *names))
+        self._answered: set[bytes | None] = {None}  # headers it answers to
+
+    def answers_to(self, host: bytes | None) -> bool:
+        """Whether a request is answered that has this as its one header; None: it has none."""
+        if host in self._answered or self._names is None:
+            return True
+        if self.refused(((b"host", host or b""),)) is not None:
+            return False
+        if len(self._answered) < _MOST_KEPT and len(host or b"") <= _LONGEST_KEPT:
+            self._answered.add(host)
+        return True
 
     def refused(self, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         """The host of a request that is not answered; None: it is answered, as is one that names none."""

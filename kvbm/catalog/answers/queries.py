@@ -57,6 +57,7 @@ from kvbm.core.parts import ALL_PARTS
 from kvbm.core.prompt_batches import PromptBatch, encode_find, encode_lookup, encode_presence
 
 _PAGE_BYTES = 1 << 20  # of namespaces in one answer, about
+_NO_AGE = "0.0"  # as JSON
 D = TypeVar("D", RankedInstance, BlockHolder, PeerHolding)
 
 
@@ -123,6 +124,16 @@ class Queries:
             asked: the namespace as the caller has given it.
         """
         return self.misses.lookup(self.holdings(asked, hashes, caller, limit, only), caller, asked)
+
+    def lookup_json(self, asked: NamespaceId, hashes: bytes, caller: Caller, limit: int) -> bytes | None:
+        """`lookup` as JSON, where something is found; None where that has to be asked."""
+        if self._backlog.behind:
+            return None
+        key, shown = self._keyed(asked, caller)
+        age_s = self.view_age_s()
+        return self._index.lookup_json(
+            key, hashes, limit, shown, msgspec.json.encode(age_s).decode() if age_s else _NO_AGE
+        )
 
     def holdings(
         self,
@@ -370,7 +381,9 @@ class Queries:
         end.
         """
         now_s = time.monotonic()
-        age_s = max(self._liveness.freshness(now_s).age_s, self._confirmation.age_s(now_s))
+        age_s = self._confirmation.age_s(now_s)
+        if not self._liveness.is_fresh(now_s):
+            age_s = max(self._liveness.freshness(now_s).age_s, age_s)
         return round(age_s, 3) if age_s >= self._liveness_s / 2 else 0.0
 
     def staleness(self) -> list[str]:

@@ -119,7 +119,13 @@ def create_surface(
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_bug},
     )
     app.router.redirect_slashes = False  # a redirect would name the host that the caller has written, and http
-    return Surface(app, FastPath(access, limits, answers, api.count_request, metrics.answers, hosts), limits)
+    return Surface(
+        app,
+        FastPath(
+            access, limits, answers, api.count_request, metrics.answers, hosts, service.backend.read_plain_question
+        ),
+        limits,
+    )
 
 
 class _Api(HistoryHandlers):

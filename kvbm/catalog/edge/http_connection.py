@@ -5,12 +5,13 @@ short questions.
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from kvbm.catalog.access.judge import UNIX_HOST
 from kvbm.catalog.edge.connections import Connection, Connections, ConnectionStage, unsent_bytes
@@ -45,6 +46,8 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._is_refused_upgrade = False  # the header that was just read, which is read again without that wish
         self._idle = ConnectionStage.HEADER  # what it is between requests
         self._in_header = False
+        self._is_between = True  # the parser has nothing of a request
+        self._plain_s = -math.inf  # when a plain question was answered last
         self._header_bytes = 0
         self._question: ShortQuestion | None = None  # that may be answered at once
         self._body = bytearray()  # of it
@@ -81,7 +84,44 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.data_received(self._buffer[:nbytes])  # type: ignore[arg-type]
 
     def data_received(self, data: bytes) -> None:
-        """Take apart what was read."""
+        """Answer plain questions, and take apart what else was read."""
+        answered = self._answer_plain(data) if self._is_between else 0
+        if not answered:
+            self._take_apart(data, 0)
+        elif answered < len(data):
+            self._take_apart(memoryview(data)[answered:], answered)
+
+    def timeout_keep_alive_handler(self) -> None:
+        """See `HttpToolsProtocol`. Plain answers leave the timer as it is, and say when they were given."""
+        left_s = self._plain_s + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self.timeout_keep_alive_task = self.loop.call_later(left_s, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _answer_plain(self, data: bytes) -> int:
+        """Answer the plain questions that what was read begins with. Returns how many bytes of it they are."""
+        cycle = self._current()
+        if (cycle is not None and not cycle.response_complete) or self.transport.is_closing():
+            return 0
+        at_once, host, at, end = self._at_once, self.client[0] if self.client else "", 0, len(data)
+        while at < end and not self.flow.write_paused:
+            asked = at_once.read_plain(data, at, end)
+            if asked is None or (host != UNIX_HOST and not at_once.hosts.answers_to(asked.host)):
+                break
+            answered = at_once.answer_plain(asked, host, self._certificate)
+            if answered is None:
+                break
+            self._write(answered)
+            at += asked.request_bytes
+        if at:
+            self._plain_s = self.loop.time()
+            if self._connection.stage is not self._idle:
+                self._connections.moved(self._connection, self._idle)
+        return at
+
+    def _take_apart(self, data: bytes | memoryview, before: int) -> None:
+        """Take apart what was read behind so many bytes that are answered."""
         if self.transport.is_closing():
             return
         was_in_header = self._in_header
@@ -93,7 +133,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.send_400_response("Invalid HTTP request received.")
             return
         if self._in_header:
-            self._header_bytes = len(data) + (self._header_bytes if was_in_header else 0)
+            self._header_bytes = before + len(data) + (self._header_bytes if was_in_header else 0)
             if self._header_bytes > MAX_HEADER_BYTES:
                 self.send_400_response("The header of the request is too large.")
         cycle = self._current()
@@ -120,6 +160,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         if len(self.pipeline) >= _MOST_PIPELINED:
             raise ValueError("too many requests before their answers")
         self._in_header = True
+        self._is_between = False
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -146,6 +187,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def on_message_complete(self) -> None:
         """All of the request is there."""
+        self._is_between = True
         if self._is_refused_upgrade:
             return
         if self._question is None:
@@ -174,7 +216,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
         parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn: an answer to what came before
         return parser
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: bytes | memoryview) -> None:
         """Take requests apart. Raises HttpParserError.
 
         The parser leaves behind the header of a request that wishes for another protocol (`Upgrade: h2c`, which Java's
@@ -249,11 +291,8 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     def _write(self, answered: Answered) -> None:
         self.server_state.total_requests += 1
-        head = [STATUS_LINE[answered.status]]
-        for name, value in self.server_state.default_headers:
-            head += [name, b": ", value, b"\r\n"]
-        head.append(b"content-type: %b\r\ncontent-length: %d\r\n\r\n" % (answered.content_type, len(answered.body)))
-        self.transport.write(b"".join([*head, answered.body]))
+        head = self._at_once.head(self.server_state.default_headers, answered.status, answered.content_type)
+        self.transport.write(b"%b%d\r\n\r\n%b" % (head, len(answered.body), answered.body))
         self._answered(bool(answered.caller.name))
         if self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = self.loop.call_later(
@@ -263,7 +302,9 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def _answered(self, is_known: bool) -> None:
         self._idle = ConnectionStage.KNOWN if is_known else ConnectionStage.IDLE
         self._connections.asked(self._connection)
-        if (unsent := unsent_bytes(self.transport)) > _UNSENT_BYTES:
+        transport = self.transport
+        unsent = unsent_bytes(transport) if self.scheme == "https" else transport.get_write_buffer_size()
+        if unsent > _UNSENT_BYTES:
             self._connections.stuck(self._connection, unsent)
 
     def _tell_stage(self) -> None:

@@ -19,9 +19,10 @@ from kvbm.catalog.answers.routed import routed, routing_task
 from kvbm.catalog.answers.token_prompts import PromptBlocks, TokenPrompts
 from kvbm.catalog.service import CatalogService
 from kvbm.core import prompt_batches
-from kvbm.core.answers import FindRequest, LookupRequest, PresenceRequest, RouteRequest
+from kvbm.core.answers import LIMIT, FindRequest, LookupRequest, PresenceRequest, RouteRequest
 from kvbm.core.errors import LayoutError
 from kvbm.core.ids import HASH_BYTES, InstanceId, Namespace, NamespaceId
+from kvbm.core.plain_questions import PlainQuestion
 from kvbm.core.prompt_batches import PromptBatch
 from kvbm.telemetry.metrics import CatalogMetrics
 
@@ -158,6 +159,28 @@ class PromptAnswers:
         answer = _encode(
             routed(queries, task, fields, namespace, caller, asked.limit, only, asked.remember, asked.elsewhere, prompt)
         )
+        self._metrics.route_s.observe(time.perf_counter() - begin_s)
+        return answer
+
+    def may_be_plain(self) -> bool:
+        """Whether plain questions may be answered by `plain_lookup` and `plain_route` now."""
+        return self._tracing is None and self._service.is_ready
+
+    def plain_lookup(self, caller: Caller, asked: PlainQuestion) -> bytes | None:
+        """As `lookup` of the same; None: ask that."""
+        begin_s = time.perf_counter()
+        answer = self._service.queries.lookup_json(asked.namespace, asked.hashes, caller, asked.limit or LIMIT)
+        if answer is not None:
+            self._metrics.lookup_s.observe(time.perf_counter() - begin_s)
+        return answer
+
+    def plain_route(self, caller: Caller, key: str, asked: PlainQuestion) -> bytes:
+        """As `route` of the same."""
+        begin_s = time.perf_counter()
+        namespace = asked.namespace
+        fields = self._visible.fields(caller, namespace)
+        task = routing_task(namespace, fields, asked.hashes, asked.input_tokens, key)
+        answer = _encode(routed(self._service.queries, task, fields, namespace, caller, asked.limit or LIMIT))
         self._metrics.route_s.observe(time.perf_counter() - begin_s)
         return answer
 

@@ -402,6 +402,16 @@ class ClusterIndex(Protocol):
         `kvbm.catalog.index.lookup.lookup` says what is in it, and what the arguments are.
         """
 
+    def lookup_json(
+        self, namespace: NamespaceId, hashes: bytes, limit: int, shown: str, view_age_s: str
+    ) -> bytes | None:
+        """`lookup` of all instances, none of them behind, as JSON; None: nothing was found, or a name has letters that
+        JSON escapes.
+
+        Args:
+            view_age_s: of the answer, as JSON.
+        """
+
     def encode_prefixes(self, namespace: NamespaceId, prompts: Sequence[bytes], best: int, missed: int = 0) -> bytes:
         """`prefixes` of several prompts, as answers to lookups in the binary form (`core.prompt_batches`), best first.
 

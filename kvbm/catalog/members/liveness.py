@@ -384,6 +384,10 @@ class Liveness(Roster):
             if ignored.last_s - ignored.since_s >= self._liveness_s
         }
 
+    def is_fresh(self, now_s: float) -> bool:
+        """Whether `freshness` says 0."""
+        return self._gets_own_pulses(now_s) and not self._kept
+
     def freshness(self, now_s: float) -> Freshness:
         """How old the view is that answers rest on."""
         if not self._gets_own_pulses(now_s):
