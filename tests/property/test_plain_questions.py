@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import httptools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +16,9 @@ from kvbm.catalog.answers.prompts import decode_prompt, packed_hashes
 from kvbm.core.answers import LIMIT, LookupRequest, RouteRequest
 from kvbm.core.backend import REFERENCE
 from kvbm.core.plain_questions import MOST_BODY_BYTES, PlainQuestion
+from tests.extras import needed
+
+httptools = needed("httptools", "catalog")
 
 HEX = "0123456789abcdefABCDEF"
 ID = "0f" * 16
