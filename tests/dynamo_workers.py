@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -68,12 +69,14 @@ def stored(*numbers: int) -> dict[str, Any]:
 class Lookup:
     """What a catalog answers to one who knows Dynamo's hashes of blocks."""
 
-    def __init__(self, site: Site) -> None:
-        self._catalog = site.catalog
+    def __init__(
+        self, site: Site, tokens_hashes: Sequence[int] = TOKENS_HASHES, namespace: Namespace = NAMESPACE
+    ) -> None:
+        self._catalog, self._namespace = site.catalog, namespace
+        self._hashes = sequence_hashes(block_numbers(tokens_hashes), NUMBERS, namespace.root())
 
     def depths(self) -> dict[str, int]:
-        hashes = sequence_hashes(block_numbers(TOKENS_HASHES), NUMBERS, NAMESPACE.root())
-        answer = self._catalog.lookup(NAMESPACE, hashes)
+        answer = self._catalog.lookup(self._namespace, self._hashes)
         return {one.instance: one.tiers["HBM"] for one in answer.instances if one.tiers["HBM"]}
 
     def agrees(self, expected: dict[str, int]) -> None:
@@ -82,7 +85,7 @@ class Lookup:
 
 @pytest.fixture
 def subject(cluster: str) -> str:
-    return f"namespace.{cluster}.component.backend.kv-events"
+    return f"namespace.{cluster}.component.backend.endpoint.generate.kv-events"
 
 
 def heard(lookup: Lookup, worker: Worker, data: Any, expected: dict[str, int]) -> None:

@@ -230,7 +230,8 @@ def _check_source(key: str, source: SourceSettings) -> None:
         if not source.block_tokens:
             raise ConfigError(f"{key}.block_tokens is 0, but events of {source.kind} do not say it; give it")
     if source.kind == "dynamo" and not source.topic:
-        raise ConfigError(f"{key}.topic is empty; give the subject, such as namespace.NAME.component.NAME.kv-events")
+        subject = "namespace.NAME.component.NAME.endpoint.NAME.kv-events"
+        raise ConfigError(f"{key}.topic is empty; give the subject, such as {subject}")
     if source.kind != "dynamo" and (source.worker or source.health):
         raise ConfigError(f"{key}: worker and health are for engines of kind dynamo; leave them out")
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.bridge_site import Site, site
 from tests.dynamo_workers import NAMESPACE, Lookup, Worker, heard, stored, subject
+from tests.eventually import eventually
 from tests.nats_fixture import cluster, nats_url
 
 __all__ = ["cluster", "nats_url", "site", "subject"]
@@ -49,6 +54,35 @@ def test_workers_of_one_subject_are_told_apart_by_their_numbers(site: Site, nats
     site.bridge(a=a.settings | {"worker": 7}, b=b.settings | {"worker": 8})
     heard(lookup, a, stored(0, 1), {"a": 2})
     heard(lookup, b, stored(0), {"a": 2, "b": 1})
+
+
+RECORDED = json.loads((Path(__file__).parents[1] / "golden" / "dynamo_recorded.json").read_text())
+
+
+def test_what_dynamos_own_publishers_have_sent_is_found_rank_by_rank(site: Site, nats_url: str, subject: str):
+    called, again = (
+        [base64.b64decode(step["message"]) for step in RECORDED["runs"][run]] for run in ("called", "started_again")
+    )
+    worker = Worker(nats_url, subject)
+    namespace = msgspec.structs.replace(NAMESPACE, block_tokens=RECORDED["block_tokens"])
+    lookup = Lookup(site, RECORDED["tokens_hashes"]["plain"], namespace)
+    more = {"block_tokens": RECORDED["block_tokens"], "ranks": 2, "worker": 7587869265905}
+    site.bridge(a=worker.settings | more)
+
+    def is_heard() -> bool:
+        worker.publish_bytes(called[0])
+        return lookup.depths() == {"a-dp0": 3}
+
+    eventually(is_heard, state=lookup.depths)
+    worker.publish_bytes(called[1])
+    lookup.agrees({"a-dp0": 2})
+    worker.publish_bytes(called[2])
+    worker.publish_bytes(called[3])
+    lookup.agrees({"a-dp0": 3, "a-dp1": 1})
+    worker.publish_bytes(called[5])  # called[4] is lost
+    lookup.agrees({"a-dp1": 1})
+    worker.publish_bytes(again[0])
+    lookup.agrees({"a-dp0": 3, "a-dp1": 1})
 
 
 class Health:

@@ -151,6 +151,7 @@ def test_salts_media_and_adapters_are_part_of_a_block():
         (stored(block(1, 0, 4), is_eagle=True), EventRefusal.UNMAPPED),
         (stored(block(1, 0, 4), parent=99), EventRefusal.UNMAPPED),
         (stored(block(1, 0, 4) | {"tokens": [{"token_id": 1, "token_extra_id": 5}] * 4}), EventRefusal.UNMAPPED),
+        (stored(block(1, 0, 4) | {"tokens": [{"token_id": "00ff"}] * 4}), EventRefusal.UNMAPPED),
         (stored(block(1, 0, 4) | {"tokens": [{"token_id": -1}] * 4}), EventRefusal.MALFORMED),
         (stored(block(1, 0, 4, cache_level=7)), EventRefusal.UNKNOWN_MEDIUM),
         ({"type": "stored", "blocks": 5}, EventRefusal.MALFORMED),
@@ -162,6 +163,21 @@ def test_an_event_that_makes_no_sense_is_counted_and_says_nothing(data: dict[str
     told.tell(event(0, data))
     assert told.count(reason) == 1
     assert told.held(Tier.HBM) == []
+
+
+def test_blocks_before_one_that_is_refused_are_told_of():
+    told = Told()
+    told.tell(event(0, stored(block(1, 0, 4), block(2, 4, 8) | {"tokens": [{"token_id": "00ff"}] * 4})))
+    assert told.held(Tier.HBM) == HASHES[:1]
+    assert told.count(EventRefusal.UNMAPPED) == 1
+
+
+def test_a_salt_is_said_beside_a_block_or_beside_the_event():
+    for beside_block, beside_event in (("s", None), (None, "s"), ("s", "t")):
+        told = Told()
+        told.tell(event(0, stored(block(1, 0, 4, cache_salt=beside_block), cache_salt=beside_event)))
+        told.tell(event(1, stored(block(2, 4, 8, cache_salt=beside_block), parent=1)))
+        assert told.held(Tier.HBM) == Prompt(TOKENS, "s").hashes()[:2]
 
 
 @pytest.mark.parametrize("data", [{"type": "removed", "block_hashes": "x"}, {"type": "updated"}, 5])

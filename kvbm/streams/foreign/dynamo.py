@@ -3,6 +3,9 @@
 A message of its event plane is MessagePack of `{topic, publisher_id, sequence, published_at, payload}`; the payload is
 a RouterEvent, or an array of them. On JetStream a message is one RouterEvent as JSON, numbered by its `event_id`.
 
+A publisher passes on each time that a block is stored, and the last of as many removals alone. Each rank of each
+process has one, with numbers of its own.
+
 A RouterEvent brings no tokens, but of each block a hash of its tokens, adapter, salt and media (`tokens_hash`, XXH3 of
 64 bits). So its blocks are of a scheme of their own, `SCHEME`, and a chain of ours is made from these: see
 `block_numbers`. Who asks needs Dynamo's own hash of a block; nobody can make it from ours, nor ours from tokens alone.
@@ -10,7 +13,8 @@ A RouterEvent brings no tokens, but of each block a hash of its tokens, adapter,
 Nothing a publisher sends raises anything but ForeignEventError.
 
 Sources: lib/kv-router/src/protocols.rs, lib/runtime/src/transports/event_plane/traits.rs and codec.rs, and
-lib/llm/src/kv_router/publisher/sinks.rs of ai-dynamo/dynamo.
+lib/llm/src/kv_router/publisher/sinks.rs of ai-dynamo/dynamo; what ai-dynamo-runtime 1.6.1 has sent is in
+tests/golden/dynamo_recorded.json.
 """
 
 from __future__ import annotations

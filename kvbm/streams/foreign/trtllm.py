@@ -7,14 +7,14 @@ windows of several sizes, the largest counts: it alone has all of a prompt.
 
 Nothing an engine sends raises anything but ForeignEventError.
 
-Source: KVCacheEventSerializer in tensorrt_llm/_utils.py; layer groups, hex digests, salts and media as from the event
-manager of its second KV cache manager.
+Source: KVCacheEventSerializer in tensorrt_llm/_utils.py, which has written tests/golden/trtllm_recorded.json; layer
+groups, hex digests and digests as tokens as from the event manager of its second KV cache manager.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, cast
 
 import msgspec
 from msgspec import Meta
@@ -46,7 +46,7 @@ _Number = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class _Token(msgspec.Struct, gc=False):
-    token_id: int
+    token_id: int | _Text  # a digest, where it stands for a part of a picture
     token_extra_id: int = 0
 
 
@@ -60,6 +60,7 @@ class _Block(msgspec.Struct, gc=False):
     tokens: Annotated[list[_Token], Meta(max_length=MAX_BLOCK_TOKENS)]
     cache_level: int | None = 0
     lora_id: int | None = None
+    cache_salt: _Text | None = None
     mm_keys: list[_MediaKey] | None = None
 
 
@@ -213,23 +214,29 @@ class TrtllmEvents:
                 yield Removed(keys, _level(old), group=group)
 
     def _stored(self, stored: _Stored, group: int) -> Iterator[BlocksStored]:
-        """Full blocks, those of one level together. Raises ForeignEventError."""
+        """Full blocks, those of one level together. Raises ForeignEventError, after those before the bad one."""
         if stored.is_eagle:
             raise ForeignEventError(EventRefusal.UNMAPPED, "blocks that depend on tokens behind them")
         lora = stored.lora_name or ""
         parent = None if stored.parent_hash is None else _key(stored.parent_hash)
-        salt = (stored.cache_salt or "") if parent is None else ""
+        salt = _salt(stored) if parent is None else ""
         run: list[_Block] = []
-        for block in self._full(stored.blocks):
-            if block.lora_id is not None and not lora:
-                why = f"blocks of adapter number {block.lora_id} without its name"
-                raise ForeignEventError(EventRefusal.UNNAMED_LORA, why)
-            if run and run[-1].cache_level != block.cache_level:
-                yield self._run(run, parent, salt, lora, group)
-                parent, salt, run = _key_of(run[-1]), "", []
-            run.append(block)
+        bad: ForeignEventError | None = None
+        try:
+            for block in self._full(stored.blocks):
+                if block.lora_id is not None and not lora:
+                    why = f"blocks of adapter number {block.lora_id} without its name"
+                    raise ForeignEventError(EventRefusal.UNNAMED_LORA, why)
+                if run and run[-1].cache_level != block.cache_level:
+                    yield self._run(run, parent, salt, lora, group)
+                    parent, salt, run = _key_of(run[-1]), "", []
+                run.append(block)
+        except ForeignEventError as error:
+            bad = error
         if run:
             yield self._run(run, parent, salt, lora, group)
+        if bad is not None:
+            raise bad
 
     def _full(self, blocks: Sequence[_Block]) -> Iterator[_Block]:
         """The blocks up to the first that is not full, or has no hash. Raises ForeignEventError."""
@@ -239,6 +246,8 @@ class TrtllmEvents:
                 raise ForeignEventError(EventRefusal.MALFORMED, why)
             if len(block.tokens) < self._block_tokens or block.block_hash is None:
                 return
+            if any(isinstance(token.token_id, str) for token in block.tokens):
+                raise ForeignEventError(EventRefusal.UNMAPPED, "digests in the place of tokens")
             if not block.mm_keys and any(token.token_extra_id for token in block.tokens):
                 raise ForeignEventError(EventRefusal.UNMAPPED, "tokens with extra numbers that no client knows")
             yield block
@@ -251,9 +260,15 @@ class TrtllmEvents:
                 for at, block in enumerate(blocks)
             ]
         keys = [_key_of(block) for block in blocks]
-        tokens = [token.token_id for block in blocks for token in block.tokens]
+        tokens = [cast(int, token.token_id) for block in blocks for token in block.tokens]
         medium = _level(blocks[0].cache_level or 0)
         return BlocksStored(keys, parent, tokens, self._block_tokens, extra, medium, lora=lora, group=group)
+
+
+def _salt(stored: _Stored) -> str:
+    """Of the first block's chain: engines say it beside the block, or beside all of the event's."""
+    beside = stored.blocks[0].cache_salt if stored.blocks else None
+    return beside or stored.cache_salt or ""
 
 
 def _key_of(block: _Block) -> BlockKey:
