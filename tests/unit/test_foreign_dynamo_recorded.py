@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ import pytest
 
 from kvbm.assembly import NEW_FOREIGN_TABLE
 from kvbm.bridge.table import engine_table
+from kvbm.config import load_settings
+from kvbm.core.errors import ConfigError
 from kvbm.core.hashing import sequence_hashes
 from kvbm.core.ids import UNKNOWN, Namespace, split_hashes
 from kvbm.streams.foreign.declared import Said
@@ -198,3 +201,14 @@ def test_an_envelope_has_a_payload_that_is_an_array() -> None:
             assert list(envelope) == ["publisher_id", "sequence", "published_at", "topic", "payload"]
             assert envelope["topic"] == GOLDEN["subject"].rpartition(".")[2] == "kv-events"
             assert isinstance(msgspec.msgpack.decode(envelope["payload"]), list)
+
+
+def test_the_page_and_the_settings_name_a_subject_as_dynamo_makes_it() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "bridge.md").read_text()
+    source = {"kind": "dynamo", "endpoint": "nats://127.0.0.1:4222", "model": MODEL, "block_tokens": 16}
+    with pytest.raises(ConfigError) as refused:
+        load_settings(flags={"bridge": {"sources": {"a": source}}})
+    for text in (page, str(refused.value)):
+        (named,) = re.findall(r"namespace\.[\w.-]+\.kv-events", text)
+        for at, (word, recorded) in enumerate(zip(named.split("."), GOLDEN["subject"].split("."), strict=True)):
+            assert word == recorded or at in (1, 3, 5), named  # the names are anybody's
