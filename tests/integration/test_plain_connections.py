@@ -117,7 +117,10 @@ def lookup(*headers: str, **fields: object) -> bytes:
 
 
 def ask(url: str, pieces: list[bytes], pause_s: float = 0.0, quiet_s: float = WAIT_S) -> bytes:
-    """All that comes back until the catalog ends the connection, or is quiet; the date is left out."""
+    """All that comes back until the catalog ends the connection, or is quiet. The date is left out, and a length stands
+    before the type: where one request waits for another is a matter of time, and the short and the long way write them
+    in another order, which means nothing.
+    """
     host, _, port = url.partition("//")[2].rpartition(":")
     came = b""
     with socket.create_connection((host, int(port)), WAIT_S) as connection:
@@ -131,6 +134,7 @@ def ask(url: str, pieces: list[bytes], pause_s: float = 0.0, quiet_s: float = WA
         with contextlib.suppress(TimeoutError, ConnectionResetError):
             while data := connection.recv(1 << 16):
                 came += data
+    came = re.sub(rb"(\r\ncontent-type: [^\r]*)(\r\ncontent-length: [^\r]*)", rb"\2\1", came)
     return same(re.sub(rb"\r\ndate: [^\r]*", b"", came))
 
 
